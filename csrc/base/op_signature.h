@@ -13,6 +13,7 @@
 
 #include "base/clock.h"
 #include "base/dtype.h"
+#include "base/waits.h"
 
 namespace ringreduce {
 
@@ -164,11 +165,12 @@ inline constexpr uint64_t kNoOperation = ~uint64_t{0};  // as a sequence: nothin
 // What a rank tells the others of an operation before it runs it.  Two of them are equal if their
 // signatures are.
 struct Announcement : OpSignature {
-  // When this rank began it, by the group's clock (base/clock.h), and the bound of its error; 0:
-  // not known.
-  Nanos arrived = 0, clock_error = 0;
+  // When this rank began it, by the group's clock (base/clock.h); 0: not known.
+  Nanos arrived = 0;
+  uint32_t clock_error = 0;  // the bound of its error in nanoseconds, 4 s at most
+  Inherited why;             // this rank did not come sooner
 };
-static_assert(sizeof(Announcement) == sizeof(OpSignature) + 2 * sizeof(Nanos));
+static_assert(sizeof(Announcement) == 64 && std::has_unique_object_representations_v<Announcement>);
 
 // The progress of a rank's operations in GPU streams, which its group does not run itself.
 struct StreamProgress {

@@ -121,7 +121,12 @@ void Epoch::run(const Operation& operation, Nanos timeout, bool in_users_thread,
   try {
     if (operation.before) operation.before();
     wires->prepare(operation, sequence);
-    arbiter->begin(signature, timeout, in_users_thread);
+    Waits::Reason why;
+    if (recording) {
+      const Nanos called = operation.posted > 0 ? operation.posted : kNever;
+      recording->record.why = why = recording->recorder.reason(called);
+    }
+    arbiter->begin(signature, timeout, in_users_thread, why);
     if (recording) recording->begin(arbiter->started());
     wires->run(operation, arbiter->current());
     arbiter->end();
@@ -144,7 +149,8 @@ void Epoch::note(Recording* recording) const {
   record.in_place = way.in_place;
   record.first_data = arbiter->firstData();
   record.clock_error = arbiter->arrivalError();
-  recording->recorder.setArrivals(record, arbiter->arrivals(), ranks);
+  recording->recorder.setArrivals(record, arbiter->arrivals(), ranks,
+                                  [this](int position) { return arbiter->whyLate(position); });
 }
 
 const HostRing* Epoch::ring() const {

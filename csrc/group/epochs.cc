@@ -8,12 +8,21 @@
 
 namespace ringreduce {
 
-Epochs::Epochs(int rank, int size, const GroupOptions& options, std::shared_ptr<Epoch> first)
+Epochs::Epochs(int rank, int size, const GroupOptions& options, std::shared_ptr<Epoch> first,
+               Recorder& messages)
     : rank_(rank),
       size_(size),
       options_(options),
       may_be_replaced_(first->mayBeReplaced()),
-      current_(std::move(first)) {}
+      messages_(messages),
+      current_(std::move(first)) {
+  record(*current_);
+}
+
+void Epochs::record(Epoch& epoch) {
+  epoch.messenger->setObserver(
+      std::make_unique<MessageRecorder>(messages_, epoch.ranks, epoch.rank));
+}
 
 std::shared_ptr<Epoch> Epochs::current() const {
   const std::lock_guard lock(mutex_);
@@ -130,6 +139,7 @@ void Epochs::add(const std::shared_ptr<Epoch>& candidate) {
 }
 
 void Epochs::enter(const std::shared_ptr<Epoch>& next) {
+  record(*next);
   std::vector<std::shared_ptr<Epoch>> old;
   {
     const std::lock_guard lock(mutex_);

@@ -25,8 +25,9 @@ namespace ringreduce {
 class Epochs {
  public:
   // Of a group of that size, in which this rank has that number.  `options`: the group's, which
-  // outlive this object.
-  Epochs(int rank, int size, const GroupOptions& options, std::shared_ptr<Epoch> first);
+  // outlive this object, as `messages` does, where the records of messages go.
+  Epochs(int rank, int size, const GroupOptions& options, std::shared_ptr<Epoch> first,
+         Recorder& messages);
 
   const GroupOptions& options() const { return options_; }
   int rank() const { return rank_; }
@@ -81,10 +82,12 @@ class Epochs {
 
  private:
   std::vector<std::shared_ptr<Epoch>> all() const;
+  void record(Epoch& epoch);
 
   const int rank_, size_;
   const GroupOptions& options_;
   const bool may_be_replaced_;
+  Recorder& messages_;
 
   mutable std::mutex mutex_;
   std::shared_ptr<Epoch> current_;

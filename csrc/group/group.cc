@@ -59,7 +59,7 @@ Group::Group(int rank, int size, const GroupOptions& options, std::unique_ptr<Ex
       in_memory_(!epoch->network),
       local_(std::move(local)),
       executor_(std::move(executor)),
-      epochs_(std::make_unique<Epochs>(rank, size, options_, std::move(epoch))),
+      epochs_(std::make_unique<Epochs>(rank, size, options_, std::move(epoch), messages_)),
       survivors_(epochs_->running().mayBeReplaced()
                      ? std::make_unique<Survivors>(*epochs_, *executor_, store, timeout_)
                      : nullptr) {}
@@ -126,15 +126,54 @@ void Group::execute(const Operation& operation, bool in_users_thread) {
   if (operation.after) operation.after();
 }
 
-OpRecord Group::nextRecord(const Operation& operation) {
-  const uint64_t index = sequence_++;
+std::vector<int> Group::shownRanks() const {
+  std::vector<int> ranks(static_cast<size_t>(size_));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return options_.shownAs(std::move(ranks));
+}
+
+namespace {
+
+// What is known of an operation before it begins.
+OpRecord recordOf(const Operation& operation, uint64_t index) {
   OpRecord record{
       .index = index, .sequence = index, .bytes = bytesOf(operation), .posted = operation.posted};
-  // An operation that is refused before it begins has no more.
   record.kind = std::visit([]<class Call>(const Call&) { return Call::kKind; }, operation.call);
   record.step = operation.posted == 0 ? training_step.load() : operation.step;
   if (const std::optional<Codec> codec = codecOf(operation))
     record.codec = static_cast<uint8_t>(*codec);
+  return record;
+}
+
+}  // namespace
+
+std::vector<OpRecord> Group::queued() const {
+  std::vector<OpRecord> found;
+  uint64_t index = recorder_.next();
+  const std::lock_guard lock(queue_mutex_);
+  for (OpRecord record : queued_) {
+    // It counts operations that have been submitted: some of them may never run, after an error.
+    if (record.index < index) continue;
+    record.index = record.sequence = index++;
+    found.push_back(record);
+  }
+  return found;
+}
+
+std::vector<OpRecord> Group::pendingMessages() const {
+  const std::shared_ptr<Epoch> epoch = epochs_->current();
+  std::vector<OpRecord> found;
+  epoch->messenger->forEachPending([&](const Delivery& delivery) {
+    found.push_back(MessageRecorder::recordOf(delivery, epoch->ranks));
+  });
+  std::ranges::sort(found, {}, &OpRecord::posted);
+  uint64_t index = messages_.next();
+  for (OpRecord& record : found) record.index = index++;
+  return found;
+}
+
+OpRecord Group::nextRecord(const Operation& operation) {
+  OpRecord record = recordOf(operation, sequence_++);
   if (std::exchange(step_, record.step) != record.step) bucket_ = 0;
   record.bucket = bucket_;
   if (std::holds_alternative<AllReduce>(operation.call) ||
@@ -176,23 +215,46 @@ void Group::run(Operation operation) {
   if (handle->error()) std::rethrow_exception(handle->error());
 }
 
+// Takes operations off the list of those that are queued: one as it begins, after an error the
+// rest.
+struct Group::Dequeues {
+  Group& group;
+  size_t left;
+
+  void take(size_t count) {
+    const std::lock_guard lock(group.queue_mutex_);
+    left -= count;
+    group.queued_.erase(group.queued_.begin(),
+                        group.queued_.begin() + static_cast<std::ptrdiff_t>(count));
+  }
+  ~Dequeues() { take(left); }
+};
+
 std::shared_ptr<OperationHandle> Group::submitAll(std::vector<Operation> operations,
                                                   Executor::Completion completion) {
   refuseInChild();
   check(operations);
   stepAside();  // a signal handler may wait for the Future, which knows nothing of this group
-  submitted_ += operations.size();
   size_t bytes = 0;
   const Nanos posted = monotonicNow();
-  for (Operation& operation : operations) {
-    bytes += bytesOf(operation);
-    operation.posted = posted;
-    operation.step = training_step;
+  {
+    const std::lock_guard lock(queue_mutex_);
+    for (Operation& operation : operations) {
+      bytes += bytesOf(operation);
+      operation.posted = posted;
+      operation.step = training_step;
+      queued_.push_back(recordOf(operation, submitted_++));
+      queued_.back().state = OpRecord::State::kQueued;
+    }
   }
   const bool quick = in_memory_ && bytes <= kQuickBytes;
   return executor_->submit(
       [this, operations = std::move(operations)](bool in_users_thread) {
-        for (const Operation& operation : operations) execute(operation, in_users_thread);
+        Dequeues left{*this, operations.size()};
+        for (const Operation& operation : operations) {
+          left.take(1);
+          execute(operation, in_users_thread);
+        }
       },
       std::move(completion), quick);
 }

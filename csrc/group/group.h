@@ -14,7 +14,9 @@
 #pragma once
 
 #include <atomic>
+#include <deque>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -123,6 +125,11 @@ class Group : public std::enable_shared_from_this<Group> {
   size_t stagingBytes() const;
   // From any thread.
   const Recorder& recorder() const { return recorder_; }
+  const Recorder& messages() const { return messages_; }
+  // The records of operations that wait for earlier ones of this rank.
+  std::vector<OpRecord> queued() const;
+  // The same of messages that are not over.
+  std::vector<OpRecord> pendingMessages() const;
 
  private:
   Group(int rank, int size, const GroupOptions& options, std::unique_ptr<Executor> executor,
@@ -135,6 +142,8 @@ class Group : public std::enable_shared_from_this<Group> {
   void check(const std::vector<Operation>& operations) const;
   void execute(const Operation& operation, bool in_users_thread);
   OpRecord nextRecord(const Operation& operation);
+  std::vector<int> shownRanks() const;
+  struct Dequeues;
   void leave(void (*poll)());
 
   const int rank_, size_;
@@ -150,7 +159,11 @@ class Group : public std::enable_shared_from_this<Group> {
   // The next four are guarded by the executor's token.
   uint64_t sequence_ = 0;  // operations so far
   uint32_t step_ = 0, bucket_ = 0;
-  Recorder recorder_{size_};
+  Recorder recorder_{shownRanks(), !in_memory_};
+
+  mutable std::mutex queue_mutex_;
+  std::deque<OpRecord> queued_;
+  Recorder messages_{recorder_};
   std::unique_ptr<Executor> executor_;
   std::unique_ptr<Epochs> epochs_;
   std::unique_ptr<Survivors> survivors_;  // null if a loss between hosts fails the group

@@ -8,12 +8,48 @@
 #include <utility>
 
 namespace ringreduce {
+namespace {
+
+// Waits that the latency of a busy machine explains are left out of what is passed on.
+constexpr Nanos kLeastUnknown = kMillisecond;
+
+// One thread writes, so an addition need not be atomic.
+template <class Value>
+void add(std::atomic<uint64_t>& sum, Value value) {
+  sum.store(sum.load(std::memory_order_relaxed) + static_cast<uint64_t>(value),
+            std::memory_order_relaxed);
+}
+
+// Whether all ranks wait for the last one.
+bool waitsByAll(const OpRecord& record) {
+  return record.message == OpRecord::Message::kNone && record.root == kNoRoot;
+}
+
+}  // namespace
 
 // From calloc: a group that runs few operations uses little of it.
-Recorder::Recorder(int ranks)
-    : slots_(static_cast<Slot*>(std::calloc(kRecords, sizeof(Slot)))),
-      waited_(static_cast<size_t>(ranks)) {
+Recorder::Recorder(std::vector<int> shown, bool between_hosts, Waits& waits)
+    : shown_(std::move(shown)),
+      between_hosts_(between_hosts),
+      waits_(waits),
+      group_(waits.makeGroup(shown_)),
+      slots_(static_cast<Slot*>(std::calloc(kRecords, sizeof(Slot)))) {
   if (!slots_) throw std::bad_alloc();
+}
+
+Recorder::Recorder(const Recorder& of_group)
+    : shown_(of_group.shown_),
+      between_hosts_(of_group.between_hosts_),
+      waits_(of_group.waits_),
+      group_(of_group.group_),
+      slots_(static_cast<Slot*>(std::calloc(kRecords, sizeof(Slot)))) {
+  if (!slots_) throw std::bad_alloc();
+}
+
+Waits::Reason Recorder::reason(int rank, int peer, Nanos since, Nanos called) const {
+  std::array<int, 2> ranks{shown_[static_cast<size_t>(rank)], shown_[static_cast<size_t>(peer)]};
+  std::ranges::sort(ranks);
+  return waits_.reason(ranks, since, called);
 }
 
 void Recorder::Frees::operator()(Slot* slots) const {
@@ -54,59 +90,92 @@ std::vector<OpRecord> Recorder::since(uint64_t index) const {
 }
 
 void Recorder::count(const OpRecord& record) {
-  // One thread writes, so an addition need not be atomic.
-  const auto add = [](std::atomic<uint64_t>& sum, auto value) {
-    sum.store(sum.load(std::memory_order_relaxed) + static_cast<uint64_t>(value),
-              std::memory_order_relaxed);
-  };
-  if (record.state == OpRecord::State::kFailed) return add(failed_, 1);
-  Sums& sums = kinds_[static_cast<size_t>(record.kind)];
-  add(sums.operations, 1);
-  add(sums.bytes, record.bytes);
-  add(sums.nanos, record.done - record.arrived);
-  const OpRecord::Late& last = record.latest[0];
-  // This rank's own delay, if it was the last one, was rounded to a float too.
-  if (last.rank < 0 || static_cast<float>(record.arrived - record.median) >= last.nanos) return;
-  // A root may end before the last rank comes.
-  const Nanos until = std::min(record.median + static_cast<Nanos>(last.nanos), record.done);
-  const Nanos wait = until - record.arrived;
-  if (wait > record.clock_error)
-    add(waited_[static_cast<size_t>(last.rank)], wait - record.clock_error);
+  if (record.message == OpRecord::Message::kNone) {
+    if (record.state == OpRecord::State::kFailed) return add(failed_, 1);
+    Sums& sums = kinds_[static_cast<size_t>(record.kind)];
+    add(sums.operations, 1);
+    add(sums.bytes, record.bytes);
+    add(sums.nanos, record.done - record.arrived);
+  }
+  if (record.state == OpRecord::State::kDone) countWait(record);
 }
 
-Totals Recorder::totals() const {
+// Puts the wait on the rank where the delay began.
+void Recorder::countWait(const OpRecord& record) {
+  const OpRecord::Late& last = record.latest[0];
+  const bool may_hide = between_hosts_ && waitsByAll(record);
+  const Nanos usual = may_hide ? usualOf(record) : 0;
+  Nanos until = record.arrived;  // of the wait whose reason is known
+  // This rank's own delay, if it was the last one, was rounded to a float too.
+  if (last.rank >= 0 && static_cast<float>(record.arrived - record.median) < last.nanos) {
+    // A root may end before the last rank comes.
+    const Nanos came = std::min(record.median + static_cast<Nanos>(last.nanos), record.done);
+    if (came - record.arrived > record.clock_error) {
+      until = came - record.clock_error;
+      // What this rank itself waited for the same one has delayed both.
+      const Nanos common = last.why.rank == record.why.rank ? record.why.nanos() : 0;
+      const Nanos inherited =
+          std::clamp<Nanos>(last.why.nanos() - common, 0, until - record.arrived);
+      waitedFor(record, last.why.rank, record.arrived, record.arrived + inherited);
+      waitedFor(record, shown_[static_cast<size_t>(last.rank)], record.arrived + inherited, until);
+    }
+  }
+  if (may_hide && record.known < shown_.size()) {
+    const Nanos from = std::max(until, record.arrived + usual);
+    if (record.done - from > kLeastUnknown)
+      waitedFor(record, Inherited::kUnknown, from, record.done);
+  }
+}
+
+void Recorder::waitedFor(const OpRecord& record, int rank, Nanos from, Nanos until) {
+  if (rank == Inherited::kNone || until <= from) return;
+  if (rank != Inherited::kUnknown) {
+    for (OfRank& of : waited_) {
+      const int known = of.rank.load(std::memory_order_relaxed);
+      if (known != rank && known != Inherited::kNone) continue;
+      add(of.nanos, until - from);
+      if (known != rank) of.rank.store(rank, std::memory_order_release);
+      break;
+    }
+  }
+  if (until - from >= Waits::kLeast)
+    waits_.add({.from = from,
+                .until = until,
+                .rank = rank,
+                .sequence = static_cast<uint32_t>(record.sequence),
+                .group = id(),
+                .in_message = record.message != OpRecord::Message::kNone,
+                .by_all = waitsByAll(record)});
+}
+
+// Follows the shorter ones.
+Nanos Recorder::usualOf(const OpRecord& record) {
+  const uint64_t of = (record.bytes + 1) * 64 + static_cast<uint64_t>(record.kind);
+  Usual& usual = usual_[(of * 0x9e3779b97f4a7c15u) >> 58];
+  const Nanos took = record.done - record.arrived;
+  if (usual.of != of) {
+    usual = {of, took};
+    return took;
+  }
+  const Nanos before = usual.nanos;
+  usual.nanos += took < before ? (took - before) / 2 : std::min(took - before, before) / 16;
+  return before;
+}
+
+void Recorder::addTo(Totals& totals) const {
   const auto read = [](const std::atomic<uint64_t>& sum) {
     return sum.load(std::memory_order_relaxed);
   };
-  Totals totals;
-  totals.failed = read(failed_);
-  for (size_t k = 0; k < kinds_.size(); ++k)
-    totals.kinds[k] = {read(kinds_[k].operations), read(kinds_[k].bytes),
-                       static_cast<Nanos>(read(kinds_[k].nanos))};
-  for (const auto& sum : waited_) totals.waited.push_back(static_cast<Nanos>(read(sum)));
-  return totals;
-}
-
-void Recorder::setArrivals(OpRecord& record, const std::vector<Nanos>& arrived,
-                           const RankMap& ranks) {
-  known_.clear();
-  for (size_t p = 0; p < arrived.size(); ++p)
-    if (arrived[p] != 0) known_.emplace_back(arrived[p], ranks.rankAt(static_cast<int>(p)));
-  record.known = static_cast<uint32_t>(known_.size());
-  record.latest = {};
-  if (known_.empty()) return;
-  if (known_.size() > 2)
-    std::ranges::sort(known_);
-  else if (known_.back() < known_.front())  // most groups are small, and so are their calls
-    std::swap(known_.front(), known_.back());
-  record.first = known_.front().first;
-  record.median = known_[(known_.size() - 1) / 2].first;
-  // In shared memory a rank's data are there soon after it has come.
-  if (record.first_data == 0 && known_.size() > 1)
-    record.first_data = std::max(record.arrived, known_[record.first == record.arrived].first);
-  for (size_t i = 0; i < std::min(known_.size() - 1, record.latest.size()); ++i) {
-    const auto& [came, rank] = known_[known_.size() - 1 - i];
-    record.latest[i] = {rank, static_cast<float>(came - record.median)};
+  totals.failed += read(failed_);
+  for (size_t k = 0; k < kinds_.size(); ++k) {
+    totals.kinds[k].operations += read(kinds_[k].operations);
+    totals.kinds[k].bytes += read(kinds_[k].bytes);
+    totals.kinds[k].nanos += static_cast<Nanos>(read(kinds_[k].nanos));
+  }
+  for (const OfRank& of : waited_) {
+    const int rank = of.rank.load(std::memory_order_acquire);
+    if (rank == Inherited::kNone) break;
+    totals.waited[rank] += static_cast<Nanos>(read(of.nanos));
   }
 }
 
@@ -123,6 +192,7 @@ void Recording::begin(Nanos arrived) {
   record.arrived = arrived;
   if (record.posted == 0) record.posted = arrived;
   record.state = OpRecord::State::kRuns;
+  if (waitsByAll(record)) recorder.meet(arrived);
   recorder.put(record);
 }
 
@@ -132,6 +202,55 @@ void Recording::end(OpRecord::State state) {
   record.state = state;
   recorder.put(record);
   recorder.count(record);
+}
+
+// ---- messages
+
+Inherited MessageRecorder::onPost(int peer, Nanos at) {
+  if (peer < 0) return {};
+  const Nanos since = std::exchange(last_[static_cast<size_t>(peer)], at);
+  return recorder_.reason(ranks_.rankAt(rank_), ranks_.rankAt(peer), since, at);
+}
+
+OpRecord MessageRecorder::recordOf(const Delivery& delivery, const RankMap& ranks) {
+  const Message& m = delivery.message;
+  const bool sends = m.direction == Message::Direction::kSend;
+  const int peer = sends ? m.peer : delivery.source;
+  OpRecord record{.sequence = delivery.id,
+                  .bytes = m.bytes(),
+                  .posted = delivery.called,
+                  .arrived = delivery.awaited != 0 ? delivery.awaited : delivery.called};
+  record.step = training_step.load(std::memory_order_relaxed);
+  record.bucket = static_cast<uint32_t>(m.tag);
+  record.known = 1;
+  record.root = peer >= 0 ? ranks.rankAt(peer) : peer;
+  record.dtype = m.dtype;
+  record.message = sends ? OpRecord::Message::kSend : OpRecord::Message::kReceive;
+  static_cast<Inherited&>(record.why) = delivery.why;
+  return record;
+}
+
+void MessageRecorder::onEnd(const Delivery& delivery, Nanos at, bool failed) {
+  const std::lock_guard lock(recorder_.writer);
+  OpRecord record = recordOf(delivery, ranks_);
+  record.index = recorder_.next();
+  record.done = at;
+  record.state = failed ? OpRecord::State::kFailed : OpRecord::State::kDone;
+  // Nobody waited for it before it was over.
+  if (delivery.awaited == 0 || delivery.awaited > at) record.arrived = at;
+  const auto isTime = [](Nanos time) { return time > 0 && time < kNever / 4; };
+  if (const Nanos theirs = delivery.peer_posted; isTime(theirs) && record.root >= 0) {
+    // They wait for this rank since it called, and it waits since a thread does.
+    const Nanos came = theirs + delivery.ahead, own = record.arrived;
+    const bool is_late = came > own;
+    record.known = 2;
+    record.first = record.median = std::min(came, own);
+    record.latest[0] = {is_late ? record.root : ranks_.rankAt(rank_),
+                        static_cast<float>(std::max(came, own) - record.median),
+                        is_late ? delivery.peer_why : delivery.why};
+  }
+  recorder_.put(record);
+  recorder_.count(record);
 }
 
 }  // namespace ringreduce

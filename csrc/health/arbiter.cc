@@ -30,6 +30,7 @@ constexpr Nanos kCensus = kAnswersWithin;
 // Between hosts: how long a rank that found a mismatch collects the calls of the others, and the
 // time between its questions, since a rank that has just arrived has more to tell.
 constexpr Nanos kRemoteCensus = kSecond, kCensusPeriod = 50 * kMillisecond;
+constexpr Nanos kMostError = std::numeric_limits<uint32_t>::max();  // that is announced
 // How long a rank reads bytes that have arrived already, before it trusts its view of the others.
 constexpr Nanos kReadTime = 20 * kMillisecond;
 // How long a killed process may take to end, and how much time an operation has after a loss.
@@ -55,6 +56,7 @@ Arbiter::Arbiter(int rank, std::vector<Seat> seats, const GroupOptions& options,
                               : OnLoss::kIsAbsent),
       peers_(rank, std::move(seats), options, channel, on_loss_ == OnLoss::kIsAbsent && size_ > 1),
       arrived_(static_cast<size_t>(size_)),
+      why_(static_cast<size_t>(size_)),
       clock_error_(channel ? kNever : 0) {
   if (on_loss_ != OnLoss::kIsAbsent || size_ == 1) return;
   try {
@@ -65,7 +67,8 @@ Arbiter::Arbiter(int rank, std::vector<Seat> seats, const GroupOptions& options,
   }
 }
 
-void Arbiter::begin(const OpSignature& operation, Nanos timeout, bool in_users_thread) {
+void Arbiter::begin(const OpSignature& operation, Nanos timeout, bool in_users_thread,
+                    const Inherited& why) {
   Nanos arrived = 0;
   started_ = process_clock.now([&] { return arrived = monotonicNow(); });
   std::ranges::fill(arrived_, 0);
@@ -74,8 +77,9 @@ void Arbiter::begin(const OpSignature& operation, Nanos timeout, bool in_users_t
   current_ = {operation};
   if (const ClockOffset offset = clock(); offset.isKnown()) {
     current_.arrived = arrived - offset.ahead;
-    current_.clock_error = offset.error;
+    current_.clock_error = static_cast<uint32_t>(std::min<Nanos>(offset.error, kMostError));
   }
+  current_.why = why_[static_cast<size_t>(rank_)] = why;
   current_.history = history_;
   history_ = current_.historyAfter();
   inline_ = in_users_thread;
@@ -435,9 +439,10 @@ void Arbiter::noteData(int rank, const Announcement& theirs) {
   if (channel_ && first_data_ == 0) first_data_ = monotonicNow();
   // Over a transport they may be any numbers.
   const auto isTime = [](Nanos time) { return time >= 0 && time < kNever / 4; };
-  if (theirs.arrived == 0 || !isTime(theirs.arrived) || !isTime(theirs.clock_error)) return;
+  if (theirs.arrived == 0 || !isTime(theirs.arrived)) return;
   arrived_[static_cast<size_t>(rank)] = theirs.arrived + ahead_;
-  their_error_ = std::max(their_error_, theirs.clock_error);
+  why_[static_cast<size_t>(rank)] = theirs.why;
+  their_error_ = std::max<Nanos>(their_error_, theirs.clock_error);
 }
 
 void Arbiter::onClock(const ClockOffset& offset) {

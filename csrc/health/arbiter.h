@@ -60,7 +60,9 @@ class Arbiter final : public WaitGuard, public net::Control::Listener {
           PeerChannel* channel = nullptr, int min_ranks = 0);
 
   // Starts an operation.  Throws if the group has failed.  `in_users_thread`: Ctrl-C can end it.
-  void begin(const OpSignature& operation, Nanos timeout, bool in_users_thread);
+  // `why`: this rank did not come sooner.
+  void begin(const OpSignature& operation, Nanos timeout, bool in_users_thread,
+             const Inherited& why = {});
   // Throws if the others have left this rank out meanwhile: then its result may be wrong.
   void end();
   const Announcement& current() const { return current_; }  // the operation that runs
@@ -69,6 +71,8 @@ class Arbiter final : public WaitGuard, public net::Control::Listener {
   Nanos started() const { return arrived_[static_cast<size_t>(rank_)]; }
   // By rank; 0: not known.  A rank's time is known once its data, or an answer, has come.
   const std::vector<Nanos>& arrivals() const { return arrived_; }
+  // Why a rank that is known to have come did not come sooner.
+  const Inherited& whyLate(int rank) const { return why_[static_cast<size_t>(rank)]; }
   // Between hosts: when the first data of another rank were there; 0: none were.
   Nanos firstData() const { return first_data_; }
   // Those of other ranks are off by this at most; kNever: this host's clock is not known.
@@ -183,6 +187,7 @@ class Arbiter final : public WaitGuard, public net::Control::Listener {
 
   Announcement current_;
   std::vector<Nanos> arrived_;  // by rank; 0: not known
+  std::vector<Inherited> why_;  // of those that have arrived
   Nanos first_data_ = 0, their_error_ = 0;
   std::atomic<Nanos> ahead_{0}, clock_error_;
   uint64_t history_ = 0;

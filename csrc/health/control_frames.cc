@@ -162,7 +162,10 @@ void fields(Io& io, Announcement& a) {
   fields(io, static_cast<OpSignature&>(a));
   io.number(a.arrived);
   io.number(a.clock_error);
-  io.require(isTime(a.arrived) && isTime(a.clock_error));
+  io.number(a.why.rank);
+  io.number(a.why.micros);
+  io.number(a.why.sequence);
+  io.require(isTime(a.arrived));
 }
 template <class Io>
 void fields(Io& io, Answer& f) {

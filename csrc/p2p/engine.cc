@@ -78,7 +78,7 @@ bool Engine::push(Peer& peer, std::vector<Handle>& finished) {
   bool moved = false;
   while (!peer.grants.empty()) {
     if (!out.reserve(0)) return moved;
-    out.commit({.id = peer.grants.front(), .type = Record::Type::kGrant});
+    out.commit(peer.grants.front());
     peer.grants.pop_front();
     moved = true;
   }
@@ -86,7 +86,12 @@ bool Engine::push(Peer& peer, std::vector<Handle>& finished) {
     const Handle transfer = peer.unannounced.front();
     const Message& m = transfer->message;
     const size_t bytes = m.bytes();
-    Record record{.id = peer.next_id, .count = m.count, .tag = m.tag, .dtype = m.dtype};
+    Record record{.id = peer.next_id,
+                  .count = m.count,
+                  .posted = transfer->posted,
+                  .why = transfer->why,
+                  .tag = m.tag,
+                  .dtype = m.dtype};
     const bool eager = bytes <= kEagerBytes &&
                        peer.eager_sent + bytes <= peer.wire.acknowledged->observe() + kEagerBudget;
     std::byte* payload = out.reserve(eager ? bytes : 0);
@@ -144,6 +149,8 @@ bool Engine::drain(int rank, std::vector<Handle>& finished) {
         // Absent if the send was cancelled.
         if (auto found = peer.requested.extract(record->id)) {
           found.mapped()->matched = true;
+          found.mapped()->peer_posted = record->posted;
+          found.mapped()->peer_why = record->why;
           peer.granted.push_back(std::move(found.mapped()));
         }
         break;
@@ -177,6 +184,8 @@ void Engine::arrive(int rank, const Record& record, const std::byte* payload,
                   .count = record.count,
                   .dtype = record.dtype,
                   .eager = record.type == Record::Type::kEager,
+                  .posted = record.posted,
+                  .why = record.why,
                   .payload = {}};
   if (const Handle receive = takePosted(rank, record.tag))
     return match(receive, rank, arrival, payload, finished);
@@ -228,6 +237,9 @@ void Engine::match(const Handle& receive, int rank, const Arrival& arrival,
   const Message& m = receive->message;
   receive->source = rank;
   receive->matched = true;
+  receive->id = arrival.id;
+  receive->peer_posted = arrival.posted;
+  receive->peer_why = arrival.why;
   if (arrival.count != m.count || arrival.dtype != m.dtype) {
     receive->mismatch = true;
     receive->sent_count = arrival.count;
@@ -236,7 +248,10 @@ void Engine::match(const Handle& receive, int rank, const Arrival& arrival,
   }
   Peer& peer = peers_[static_cast<size_t>(rank)];
   if (!arrival.eager) {
-    peer.grants.push_back(arrival.id);
+    peer.grants.push_back({.id = arrival.id,
+                           .posted = receive->posted,
+                           .why = receive->why,
+                           .type = Record::Type::kGrant});
     peer.receiving.emplace(arrival.id, receive);
     return;
   }

@@ -43,8 +43,8 @@ struct Message {
   void* data;  // kSend: only read
   size_t count;
   DType dtype;
-  // Called after success.  Its captures, such as the owner of the buffer, live until then.
-  std::function<void()> after = {};
+  std::function<void()> after = {};   // called after success
+  std::shared_ptr<void> memory = {};  // what owns the buffer, until the message is over
 
   size_t bytes() const { return count * sizeOf(dtype); }
 };
@@ -56,7 +56,7 @@ struct Transfer {
 
   Message message;
   uint64_t number = 0;      // of this rank, in the order of posting
-  uint64_t id = 0;          // kSend: of the sender to that rank
+  uint64_t id = 0;          // of the sender to that rank; kReceive: once it is matched
   int source = kAnySource;  // kReceive: the sender of the matched message
   size_t moved = 0;         // bytes
   bool matched = false;
@@ -65,6 +65,9 @@ struct Transfer {
   bool mismatch = false;
   uint64_t sent_count = 0;
   DType sent_dtype = DType::kUInt8;
+  // When this rank and the peer called, by the group's clock, and why not sooner; 0: not known.
+  Nanos posted = 0, peer_posted = 0;
+  Inherited why = {}, peer_why = {};
 };
 
 class Engine {
@@ -101,6 +104,8 @@ class Engine {
     uint64_t order, id, count;
     DType dtype;
     bool eager;
+    Nanos posted;
+    Inherited why;
     std::vector<std::byte> payload;
   };
   struct Peer {
@@ -109,7 +114,7 @@ class Engine {
     std::deque<Handle> unannounced;        // sends that have not begun
     std::map<uint64_t, Handle> requested;  // announced, not granted yet
     std::deque<Handle> granted;            // being sent, one after the other
-    std::deque<uint64_t> grants;           // to be sent
+    std::deque<Record> grants;             // to be sent
     std::map<uint64_t, Handle> receiving;  // granted, not complete
     uint64_t next_id = 0, eager_sent = 0, eager_consumed = 0;
   };

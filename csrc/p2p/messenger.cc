@@ -80,13 +80,20 @@ std::shared_ptr<Delivery> Messenger::post(Message message, std::weak_ptr<void> o
                     std::to_string(size_));
   arbiter_.check();
   auto delivery = std::make_shared<Delivery>(std::move(message), std::move(owner), options_);
+  delivery->called = monotonicNow();
   {
     const std::lock_guard lock(mutex_);
     if (closed_) throw Error(Failure::kAborted, "the group has been destroyed");
     ++posts_;
+    if (observer_) {
+      const ClockOffset clock = arbiter_.clock();
+      delivery->ahead = clock.ahead;
+      if (clock.isKnown()) delivery->posted = delivery->called - clock.ahead;
+      delivery->why = observer_->onPost(delivery->message.peer, delivery->called);
+    }
     engine_.post(delivery);
   }
-  pass();
+  pass(delivery->called);
   if (!delivery->isDone()) {
     const std::lock_guard lock(mutex_);
     if (!thread_.joinable()) startThread();
@@ -99,7 +106,7 @@ std::shared_ptr<Delivery> Messenger::post(Message message, std::weak_ptr<void> o
 
 // Moves messages of all ranks once.  Completions run without the lock: tensors and callbacks may
 // take other locks.
-bool Messenger::pass() {
+bool Messenger::pass(Nanos at) {
   std::vector<Engine::Handle> over;
   std::vector<int> touched;
   bool moved = false, others_wait = false;
@@ -107,6 +114,7 @@ bool Messenger::pass() {
     const std::lock_guard lock(mutex_);
     if (stopping_) return false;  // the wires may be closed
     moved = engine_.progress(over, touched);
+    if (!over.empty()) tellEnds(over, at, /*failed=*/false);
     others_wait = driven_ && driver_ != std::this_thread::get_id();
   }
   for (int r : touched)
@@ -117,6 +125,20 @@ bool Messenger::pass() {
   if (others_wait) wakeSleeper(arbiter_.page(rank_).messenger_wake_word);
   notifyUsers();
   return true;
+}
+
+// With the lock held.
+void Messenger::tellEnds(const std::vector<Engine::Handle>& over, Nanos at, bool failed) {
+  if (!observer_) return;
+  if (at == 0) at = monotonicNow();
+  for (const Engine::Handle& handle : over)
+    observer_->onEnd(static_cast<const Delivery&>(*handle), at, failed || handle->mismatch);
+}
+
+void Messenger::forEachPending(const std::function<void(const Delivery&)>& look) {
+  const std::lock_guard lock(mutex_);
+  for (const Engine::Handle& handle : engine_.pending())
+    look(static_cast<const Delivery&>(*handle));
 }
 
 void Messenger::finish(const std::vector<Engine::Handle>& over, std::exception_ptr error) {
@@ -132,6 +154,7 @@ void Messenger::finish(const std::vector<Engine::Handle>& over, std::exception_p
       }
     }
     delivery.message.after = nullptr;
+    delivery.message.memory = nullptr;
     if (OperationHandle::Completion completion = delivery.finish(why))
       executor_.callLater(std::move(completion), why);
   }
@@ -143,6 +166,7 @@ void Messenger::fail(std::vector<Engine::Handle> some, const std::exception_ptr&
     // Another thread may have finished one since it was found pending.
     std::erase_if(some, [](const Engine::Handle& handle) { return handle->over; });
     for (const Engine::Handle& handle : some) engine_.cancel(handle);
+    tellEnds(some, 0, /*failed=*/true);
   }
   finish(some, error);
   notifyUsers();
@@ -154,6 +178,7 @@ void Messenger::failAll(const std::exception_ptr& error) {
     const std::lock_guard lock(mutex_);
     all.assign(engine_.pending().begin(), engine_.pending().end());
     for (const Engine::Handle& handle : all) engine_.cancel(handle);
+    tellEnds(all, 0, /*failed=*/true);
   }
   finish(all, error);
   notifyUsers();
@@ -195,7 +220,7 @@ class Messenger::Clock {
   Clock(const Messenger& m, Nanos timeout)
       : messenger_(m),
         timeout_(timeout),
-        started_(now()),
+        started_(process_clock.now([&] { return started_at_ = monotonicNow(); })),
         deadline_(deadlineIn(timeout)),
         next_report_(deadlineIn(m.options_.stall)) {}
 
@@ -209,6 +234,7 @@ class Messenger::Clock {
   }
   bool isLate() const { return time_ >= deadline_; }
   Nanos timeout() const { return timeout_; }
+  Nanos startedAt() const { return started_at_; }  // in CLOCK_MONOTONIC
 
   // Logs that the wait goes on, if a report is due.
   template <class What>
@@ -222,6 +248,7 @@ class Messenger::Clock {
 
  private:
   const Messenger& messenger_;
+  Nanos started_at_ = 0;
   const Nanos timeout_, started_, deadline_;
   Nanos next_report_, next_ = 0, time_ = 0;
 };
@@ -258,8 +285,9 @@ bool Messenger::await(Delivery& delivery, Nanos longest, Nanos timeout) {
   Clock clock(*this, timeout);
 
   struct User {
-    explicit User(Messenger& m) : messenger(m) {
+    User(Messenger& m, Delivery& delivery, Nanos at) : messenger(m) {
       const std::lock_guard lock(m.mutex_);
+      if (delivery.awaited == 0) delivery.awaited = at;
       ++m.users_;
       thread_drives = m.driven_ && m.driver_ == m.thread_.get_id();
     }
@@ -271,7 +299,7 @@ bool Messenger::await(Delivery& delivery, Nanos longest, Nanos timeout) {
     }
     Messenger& messenger;
     bool thread_drives;
-  } const user(*this);
+  } const user(*this, delivery, clock.startedAt());
   if (user.thread_drives) wakeSleeper(arbiter_.page(rank_).messenger_wake_word);  // it makes way
 
   while (!delivery.isDone()) {
@@ -502,6 +530,7 @@ void Messenger::expect(Delivery& delivery, Nanos timeout) {
   const std::lock_guard lock(mutex_);
   if (delivery.expected_since != 0) return;
   delivery.expected_since = now();
+  if (delivery.awaited == 0) delivery.awaited = monotonicNow();
   delivery.timeout = timeout;
 }
 

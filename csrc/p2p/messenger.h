@@ -41,9 +41,22 @@ class Delivery final : public OperationHandle, public Transfer {
   const std::weak_ptr<void> owner;  // what the messenger belongs to
   // Since when it is waited for by a thread that cannot drive the engine; 0 if it is not.
   Nanos expected_since = 0, timeout = kNever;
+  // In CLOCK_MONOTONIC: the call, and since when a thread waits for it, 0 if none does.
+  Nanos called = 0, awaited = 0;
+  // What of `peer_posted` and `posted` to add for CLOCK_MONOTONIC.
+  Nanos ahead = 0;
 
  private:
   const std::vector<int> members_;
+};
+
+// Is told of each message, by one thread at a time.
+class MessageObserver {
+ public:
+  virtual ~MessageObserver() = default;
+  // A message to or from `peer` (-1: from any rank) is posted.  Returns why not sooner.
+  virtual Inherited onPost(int peer, Nanos at) = 0;
+  virtual void onEnd(const Delivery& delivery, Nanos at, bool failed) = 0;
 };
 
 // The wires of rank `rank` to each rank of a host: rings in the members' segments.  The membership
@@ -69,6 +82,11 @@ class Messenger {
 
   bool isIdle();  // no message waits to be sent or received
 
+  // Before the first message.
+  void setObserver(std::unique_ptr<MessageObserver> observer) { observer_ = std::move(observer); }
+  // Calls `look` with each message that is not over.
+  void forEachPending(const std::function<void(const Delivery&)>& look);
+
   // Sends posted messages to ranks that still receive, cancels all receives, and ends the thread.
   // `poll`, if not null, is called now and then and may throw: then, and after `timeout`, the sends
   // are cancelled as well.
@@ -78,7 +96,9 @@ class Messenger {
   struct Driving;
   class Clock;
 
-  bool pass();
+  // `at`: a time of CLOCK_MONOTONIC that has just been read, 0: none.
+  bool pass(Nanos at = 0);
+  void tellEnds(const std::vector<Engine::Handle>& over, Nanos at, bool failed);
   void finish(const std::vector<Engine::Handle>& over, std::exception_ptr error);
   void failAll(const std::exception_ptr& error);
   void fail(std::vector<Engine::Handle> some, const std::exception_ptr& error);
@@ -107,6 +127,7 @@ class Messenger {
 
   std::mutex mutex_;  // guards all below; never held during a call that may block
   Engine engine_;
+  std::unique_ptr<MessageObserver> observer_;
   bool driven_ = false;  // a thread drives the engine
   std::thread::id driver_;
   int users_ = 0;  // threads in await

@@ -228,7 +228,7 @@ Backend::WorkPtr Backend::startMessage(c10d::OpType type, const char* title, con
   Job job{type, title, tensors, tensors};
   job.observer = observer_;
   job.held = std::make_shared<HeldMemory>(std::initializer_list<const Tensors*>{&job.inputs});
-  message.after = [then = std::move(message.after), held = job.held] { then(); };
+  message.memory = job.held;
   return collected(Work::start(*group(), std::move(job), std::move(message)));
 }
 

@@ -236,24 +236,38 @@ py::tuple topologyOf(const BackendPtr& backend) {
                         named(ring.ranks), ring.mbit);
 }
 
-// The records from index `since` on, as they lie in memory: ringreduce/record.py has their layout.
-py::bytes recordsOf(const BackendPtr& backend, uint64_t since) {
-  const std::vector<OpRecord> records = asRingreduce(*backend).group()->recorder().since(since);
+// The records from index `since` on, as they lie in memory: ringreduce/observe/record.py has their
+// layout.  Those that have not begun, or are not over, come last.
+py::bytes bytesOf(std::vector<OpRecord> records, const std::vector<OpRecord>& later) {
+  records.insert(records.end(), later.begin(), later.end());
   return {reinterpret_cast<const char*>(records.data()), records.size() * sizeof(OpRecord)};
 }
 
+py::bytes recordsOf(const BackendPtr& backend, uint64_t since) {
+  const std::shared_ptr<Group> group = asRingreduce(*backend).group();
+  return bytesOf(group->recorder().since(since), group->queued());
+}
+
+py::bytes messagesOf(const BackendPtr& backend, uint64_t since) {
+  const std::shared_ptr<Group> group = asRingreduce(*backend).group();
+  return bytesOf(group->messages().since(since), group->pendingMessages());
+}
+
 // Of all operations so far: how many failed; by kind that of operations, bytes and seconds in them;
-// by rank the seconds that this rank waited for it as the last one.
+// by rank, as errors number it, the seconds that this rank waited for what began with it, in
+// messages too.
 py::tuple totalsOf(const BackendPtr& backend) {
-  const Totals totals = asRingreduce(*backend).group()->recorder().totals();
+  const std::shared_ptr<Group> group = asRingreduce(*backend).group();
+  Totals totals;
+  group->recorder().addTo(totals);
+  group->messages().addTo(totals);
   py::dict kinds, waited;
   for (size_t k = 0; k < totals.kinds.size(); ++k)
     if (const auto& sums = totals.kinds[k]; sums.operations > 0)
       kinds[kKindTable[k].name] =
           py::make_tuple(sums.operations, sums.bytes, static_cast<double>(sums.nanos) / 1e9);
-  for (size_t rank = 0; rank < totals.waited.size(); ++rank)
-    if (totals.waited[rank] > 0)
-      waited[py::int_(rank)] = static_cast<double>(totals.waited[rank]) / 1e9;
+  for (const auto& [rank, nanos] : totals.waited)
+    waited[py::int_(rank)] = static_cast<double>(nanos) / 1e9;
   return py::make_tuple(totals.failed, kinds, waited);
 }
 
@@ -612,12 +626,17 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   property("gpu_bytes", &Backend::gpuBytes, no_gil);
   property("routes", &Backend::routes);
   m.def("records", &recordsOf, "backend"_a, "since"_a);
+  m.def("messages", &messagesOf, "backend"_a, "since"_a);
   m.def("totals", &totalsOf, "backend"_a);
   m.def("lines", &linesOf, py::call_guard<py::gil_scoped_release>(), "backend"_a);
   m.def("arrivals", &arrivalsOf, py::call_guard<py::gil_scoped_release>(), "backend"_a,
         "sequence"_a, "ask"_a);
   m.def("record_names", &recordNames);
   m.def("clock_offset", &clockOffset, "backend"_a);
+  m.def(
+      "recorder_id",
+      [](const BackendPtr& backend) { return asRingreduce(*backend).group()->recorder().id(); },
+      "backend"_a);
   m.def(
       "meeting",
       [](const BackendPtr& backend) { return asRingreduce(*backend).group()->meeting(); },

@@ -3,8 +3,8 @@
     for record in ringreduce.records(group):
         print(record, record.last_rank, record.late_ms)
 
-The records are always kept, the last 4,096 of a group.  Messages (send, recv) have none, nor have
-operations on CUDA tensors that do not go through the host.
+The records are always kept, the last 4,096 operations and as many messages of a group.  Operations
+on CUDA tensors that do not go through the host have none.
 """
 
 from __future__ import annotations
@@ -12,53 +12,79 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from ringreduce._backend import Backend, backend_of, extension, ringreduce_group
 
-_LAYOUT = struct.Struct("<3Q7q" + "if" * 3 + "3Ii" + "8B")  # of OpRecord, csrc/group/recorder.h
+# Of OpRecord, csrc/group/recorder.h.
+LAYOUT = struct.Struct("<3Q7q" + "ifi2I" * 3 + "i3I" + "3Ii" + "8BI")
 # Kinds in which only the root is waited for, on one host, and in which only the root waits.
 FROM_ROOT, TO_ROOT = ("broadcast", "scatter"), ("reduce", "gather")
-_STATES = ("running", "done", "failed")
+_STATES = ("running", "done", "failed", "queued")
+_MESSAGES = ("", "send", "recv")
+UNKNOWN = -2  # in the place of a rank: between hosts it is not known here
 _NO_ALGORITHM = _NO_OP = _NO_CODEC = 255
 
 
 @cache
-def _names() -> dict[str, list[str]]:
+def names() -> dict[str, list[str]]:
     """Of the numbers in records."""
-    names: dict[str, list[str]] = extension().record_names()
-    return names
+    found: dict[str, list[str]] = extension().record_names()
+    return found
+
+
+class Why(NamedTuple):
+    """What a rank waited elsewhere before it came to an operation: it could not come sooner.
+
+    Attributes:
+        rank: the global rank where the delay began, which others may have passed on; -2: it is not
+            known on the rank that waited, which is between hosts.
+        nanos: how long it waited.
+        sequence: the operation in which it waited longest, by its number in errors.
+        group: that operation's group, as `recorder_id` numbers this process's; odd: it was a
+            message.  0 of other ranks.
+    """
+
+    rank: int
+    nanos: int
+    sequence: int
+    group: int = 0
 
 
 @dataclass(slots=True)
 class Record:
-    """An operation on this rank.  Times are those of time.monotonic_ns().
+    """An operation or a message on this rank.  Times are those of time.monotonic_ns().
 
     Attributes:
-        index: operations of this group before it, on this rank.
-        sequence: its number in errors: "all_reduce #17".
-        kind, dtype, op: "all_reduce", "float32" and "SUM"; what it has none of is "".
+        index: operations, or messages, of this group before it, on this rank.
+        sequence: its number in errors: "all_reduce #17"; of a message: that of its sender to its
+            receiver.
+        kind, dtype, op: "all_reduce", "float32" and "SUM"; what it has none of is "".  A message is
+            a "send" or a "recv".
         bytes: of this rank's elements.
-        root: of a broadcast, reduce, gather or scatter; else -1.
+        root: of a broadcast, reduce, gather or scatter; of a message the peer; else -1.
         step, bucket: the training step, counted by steps of torch's optimizers in this process,
-            and how many all-reduces of this group came before it in that step.
+            and how many all-reduces of this group came before it in that step; of a message
+            `bucket` is the tag.
         posted_ns: the call.
-        arrived_ns: it began to run; the other ranks wait for this rank until then.  0: it did not,
-            since the group had failed.
+        arrived_ns: it began to run; the other ranks wait for this rank until then.  0: it did not
+            yet, or the group had failed.  Of a message: since when this rank waited for it.
         first_data_ns: the first data of another rank were there; 0: there were none.
         done_ns: it ended; 0: it runs.
         first_ns, median_ns: when the first rank came, and when half of those known had come.
         late: up to three ranks that came last, the last one first, with how many nanoseconds after
             the median.
+        causes: of each of those: why it did not come sooner, if it had waited elsewhere.
+        why: the same of this rank.
         known: the number of ranks whose arrival is known, this one included.
         clock_error_ns: arrivals of ranks of other hosts are off by this at most; -1: their clocks
             are not known yet.
         algorithm: of an all-reduce: "direct", "twoshot", "ring", "bruck" or "hierarchical".
         in_place: it ran in tensors that the ranks share.
         codec: of a compressed all-reduce.
-        state: "running", "done" or "failed".
+        state: "queued" behind earlier ones, "running", "done" or "failed".
     """
 
     index: int
@@ -77,6 +103,8 @@ class Record:
     first_ns: int
     median_ns: int
     late: tuple[tuple[int, float], ...]
+    causes: tuple[Why | None, ...]
+    why: Why | None
     known: int
     clock_error_ns: int
     algorithm: str
@@ -104,27 +132,34 @@ class Record:
 
 
 def parse(raw: bytes) -> list[Record]:
-    """Records that `_C.records` has copied.
+    """Records that `_C.records` or `_C.messages` has copied.
 
     Returns:
         The records, oldest first.
+
+    Raises:
+        LookupError: a number in them has no meaning.
     """
-    return [_read(fields) for fields in _LAYOUT.iter_unpack(raw)]
+    return [_read(fields) for fields in LAYOUT.iter_unpack(raw)]
+
+
+def _why(rank: int, micros: int, sequence: int, group: int = 0) -> Why | None:
+    return None if rank == -1 else Why(rank, micros * 1000, sequence, group)
 
 
 def _read(fields: tuple[Any, ...]) -> Record:
-    names = _names()
+    known_names = names()
     index, sequence, size = fields[:3]
     posted, arrived, first_data, done, first, median, error = fields[3:10]
-    pairs = zip(fields[10:16:2], fields[11:16:2], strict=True)
-    step, bucket, known, root = fields[16:20]
-    kind, dtype, op, algorithm, in_place, codec, state, _ = fields[20:]
+    latest = [fields[at : at + 5] for at in (10, 15, 20) if fields[at] >= 0]
+    step, bucket, known, root = fields[29:33]
+    kind, dtype, op, algorithm, in_place, codec, state, message, _ = fields[33:]
     return Record(
         index=index,
         sequence=sequence,
-        kind=names["kinds"][kind],
-        dtype=names["dtypes"][dtype] if size else "",
-        op="" if op == _NO_OP else names["ops"][op],
+        kind=_MESSAGES[message] or known_names["kinds"][kind],
+        dtype=known_names["dtypes"][dtype] if size else "",
+        op="" if op == _NO_OP else known_names["ops"][op],
         bytes=size,
         root=root,
         step=step,
@@ -135,22 +170,20 @@ def _read(fields: tuple[Any, ...]) -> Record:
         done_ns=done,
         first_ns=first,
         median_ns=median,
-        late=tuple((rank, nanos) for rank, nanos in pairs if rank >= 0),
+        late=tuple((rank, nanos) for rank, nanos, *_ in latest),
+        causes=tuple(_why(*one[2:]) for one in latest),
+        why=_why(*fields[25:29]),
         known=known,
         clock_error_ns=-1 if error == 2**63 - 1 else error,
-        algorithm="" if algorithm == _NO_ALGORITHM else names["algorithms"][algorithm],
+        algorithm="" if algorithm == _NO_ALGORITHM else known_names["algorithms"][algorithm],
         in_place=bool(in_place),
-        codec="" if codec == _NO_CODEC else names["codecs"][codec],
+        codec="" if codec == _NO_CODEC else known_names["codecs"][codec],
         state=_STATES[state],
     )
 
 
 def read(backend: Backend, since: int = 0) -> list[Record]:
-    """As `records`, of a backend.
-
-    Returns:
-        The records of its group from index `since` on, oldest first.
-    """
+    """As `records`, of a backend."""
     return parse(extension().records(backend, since))
 
 
@@ -165,7 +198,7 @@ def records(group: dist.ProcessGroup | None = None, since: int = 0) -> list[Reco
             (reconfigure) and has not run as many operations.
 
     Returns:
-        Up to 4,096 records.  The last one may be of an operation that still runs.
+        The last 4,096, then those that are queued.
 
     Raises:
         TypeError: not a group, or one that this rank is not in.
@@ -173,3 +206,18 @@ def records(group: dist.ProcessGroup | None = None, since: int = 0) -> list[Reco
         Timeout, PeerLost, Error: the group beside it could not be made.
     """
     return read(backend_of(ringreduce_group(group, again=False)), since)
+
+
+def messages(group: dist.ProcessGroup | None = None, since: int = 0) -> list[Record]:
+    """The records of a group's messages (send, recv) on this rank, in the order of their ends.
+
+    Args:
+        group, since: as for `records`.
+
+    Returns:
+        The last 4,096, then those that are not over.
+
+    Raises:
+        TypeError, RuntimeError, Timeout, PeerLost, Error: as for `records`.
+    """
+    return parse(extension().messages(backend_of(ringreduce_group(group, again=False)), since))

@@ -48,7 +48,9 @@ import torch.distributed as dist
 from ringreduce._backend import Backend, extension, job_name, live_groups, own_rank, ranks_of
 from ringreduce._words import ranks_text
 from ringreduce.errors import Error
-from ringreduce.observe.record import _LAYOUT, FROM_ROOT, TO_ROOT, Record, _names, parse
+from ringreduce.observe.record import FROM_ROOT, TO_ROOT, Record, parse
+from ringreduce.observe.record import LAYOUT as _LAYOUT
+from ringreduce.observe.record import names as _names
 
 __all__ = ["timeline"]
 

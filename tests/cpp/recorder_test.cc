@@ -3,7 +3,10 @@
 #include "group/recorder.h"
 
 #include <atomic>
+#include <chrono>
 #include <limits>
+#include <map>
+#include <numeric>
 #include <string>
 #include <thread>
 #include <vector>
@@ -35,6 +38,14 @@ bool isWhole(const OpRecord& r) {
          r.step == expected.step;
 }
 
+std::vector<int> first(int ranks) {
+  std::vector<int> all(static_cast<size_t>(ranks));
+  std::iota(all.begin(), all.end(), 0);
+  return all;
+}
+
+const auto none = [](int) { return Inherited{}; };
+
 }  // namespace
 
 TEST(a_reader_that_keeps_up_loses_none) {
@@ -43,7 +54,7 @@ TEST(a_reader_that_keeps_up_loses_none) {
 #else
   constexpr uint64_t kCount = 2'000'000;
 #endif
-  Recorder recorder(6);
+  Recorder recorder(first(6));
   std::atomic<uint64_t> read{0};
   std::thread writer([&] {
     for (uint64_t i = 0; i < kCount; ++i) {
@@ -71,7 +82,7 @@ TEST(a_reader_that_keeps_up_loses_none) {
 }
 
 TEST(the_last_ones_are_kept) {
-  Recorder recorder(6);
+  Recorder recorder(first(6));
   CHECK(recorder.since(0).empty());
   for (uint64_t i = 0; i < Recorder::kRecords + 10; ++i) recorder.put(recordOf(i));
   const std::vector<OpRecord> all = recorder.since(0);
@@ -83,9 +94,9 @@ TEST(the_last_ones_are_kept) {
 }
 
 TEST(the_latest_ranks_are_named_with_their_delay_after_the_median) {
-  Recorder recorder(6);
+  Recorder recorder(first(6));
   OpRecord record;
-  recorder.setArrivals(record, {1000, 0, 5000, 1200, 9000, 1100}, RankMap({}, 6));
+  recorder.setArrivals(record, {1000, 0, 5000, 1200, 9000, 1100}, RankMap({}, 6), none);
   CHECK_EQ(record.known, uint32_t{5});
   CHECK_EQ(record.first, Nanos{1000});
   CHECK_EQ(record.median, Nanos{1200});
@@ -93,37 +104,98 @@ TEST(the_latest_ranks_are_named_with_their_delay_after_the_median) {
   CHECK_EQ(record.latest[0].nanos, 7800.f);
   CHECK_EQ(record.latest[1].rank, 2);
   CHECK_EQ(record.latest[2].rank, 3);
-  recorder.setArrivals(record, {0, 70}, RankMap({}, 2));
+  recorder.setArrivals(record, {0, 70}, RankMap({}, 2), none);
   CHECK_EQ(record.known, uint32_t{1});
   CHECK_EQ(record.latest[0].rank, -1);
 }
 
 TEST(the_sums_have_each_operation_and_what_was_waited_for_the_last_rank) {
-  Recorder recorder(3);
+  Waits waits;
+  Recorder recorder({5, 6, 7}, /*between_hosts=*/false, waits);
   OpRecord record{.bytes = 100, .arrived = 1000, .done = 9000, .kind = Kind::kBroadcast};
   record.state = OpRecord::State::kDone;
-  recorder.setArrivals(record, {1000, 1500, 4000}, RankMap({}, 3));
+  recorder.setArrivals(record, {1000, 1500, 4000}, RankMap({}, 3), none);
   recorder.count(record);
   record.clock_error = 2000;  // as much is not certain
   recorder.count(record);
-  recorder.setArrivals(record, {1000, 1500, 12'000}, RankMap({}, 3));
+  recorder.setArrivals(record, {1000, 1500, 12'000}, RankMap({}, 3), none);
   recorder.count(record);  // it ended before the last rank came
   record.clock_error = std::numeric_limits<Nanos>::max();
   recorder.count(record);
   record.clock_error = 0;
-  recorder.setArrivals(record, {1000, 1500, 200'000'003}, RankMap({}, 3));
+  recorder.setArrivals(record, {1000, 1500, 200'000'003}, RankMap({}, 3), none);
   record.arrived = 200'000'003;  // this rank is the last one
   record.done = record.arrived + 8000;
   recorder.count(record);
   record.state = OpRecord::State::kFailed;
   recorder.count(record);
-  const Totals totals = recorder.totals();
+  Totals totals;
+  recorder.addTo(totals);
   const Totals::OfKind& sums = totals.kinds[static_cast<size_t>(Kind::kBroadcast)];
   CHECK_EQ(sums.operations, uint64_t{5});
   CHECK_EQ(sums.bytes, uint64_t{500});
   CHECK_EQ(sums.nanos, Nanos{5 * 8000});
   CHECK_EQ(totals.failed, uint64_t{1});
-  CHECK(totals.waited == (std::vector<Nanos>{0, 0, 3000 + 1000 + 6000}));
+  CHECK(totals.waited == (std::map<int, Nanos>{{7, 3000 + 1000 + 6000}}));
+}
+
+TEST(a_wait_is_put_on_the_rank_where_the_delay_began) {
+  Waits waits;
+  Recorder row({4, 5}, false, waits), column({4, 6}, false, waits), all({4, 5, 6}, false, waits);
+  const auto ms = [](Nanos n) { return n * kMillisecond; };
+  // This rank, 4, comes at 100 ms, and the other after 60 ms, of which it has waited 50 for rank 9.
+  OpRecord record{.sequence = 12, .arrived = ms(100), .done = ms(161)};
+  record.state = OpRecord::State::kDone;
+  row.meet(record.arrived);
+  row.setArrivals(record, {ms(100), ms(160)}, RankMap({}, 2),
+                  [&](int) { return Inherited{.rank = 9, .micros = 50'000}; });
+  row.count(record);
+  Totals totals;
+  row.addTo(totals);
+  CHECK(totals.waited == (std::map<int, Nanos>{{5, ms(10)}, {9, ms(50)}}));
+  // It passes that on in another group, but not in this one, where all ranks waited.
+  const Waits::Reason why = column.reason(kNever);
+  CHECK_EQ(why.rank, 9);
+  CHECK_EQ(why.micros, uint32_t{50'000});
+  CHECK_EQ(why.sequence, uint32_t{12});
+  CHECK_EQ(why.group, row.id() * 2);
+  CHECK_EQ(row.reason(kNever).rank, Inherited::kNone);
+  CHECK_EQ(row.reason(0, 1, 0, kNever).rank, Inherited::kNone);  // nor in a message there
+  // What was called before it had waited is not late since then.
+  CHECK_EQ(column.reason(ms(140)).rank, Inherited::kNone);
+  // Nor is what it calls after it has met these ranks elsewhere.
+  all.meet(ms(170));
+  CHECK_EQ(column.reason(kNever).rank, Inherited::kNone);
+}
+
+TEST(waits_at_the_same_time_delay_once) {
+  Waits waits;
+  Recorder here({0, 1}, false, waits);
+  for (int group = 50; group < 52; ++group)
+    waits.add({.from = kSecond,
+               .until = kSecond + 30 * kMillisecond,
+               .rank = 3,
+               .sequence = 1,
+               .group = static_cast<uint32_t>(group),
+               .in_message = false,
+               .by_all = true});
+  CHECK_EQ(here.reason(kNever).micros, uint32_t{30'000});
+}
+
+TEST(between_hosts_a_wait_for_a_rank_that_is_not_seen_is_passed_on_as_unknown) {
+  Waits waits;
+  Recorder ring({0, 1, 2}, /*between_hosts=*/true, waits), other({1, 7}, true, waits);
+  OpRecord record{.bytes = 4, .arrived = kSecond};
+  record.state = OpRecord::State::kDone;
+  for (int i = 0; i < 20; ++i) {
+    record.arrived += kSecond;
+    record.done = record.arrived + (i == 19 ? 50 : 2) * kMillisecond;
+    ring.setArrivals(record, {record.arrived, 0, record.arrived}, RankMap({}, 3), none);
+    CHECK_EQ(other.reason(kNever).rank, Inherited::kNone);
+    ring.count(record);
+  }
+  CHECK_EQ(other.reason(kNever).rank, Inherited::kUnknown);
+  CHECK_EQ(other.reason(kNever).micros, uint32_t{48'000});
 }
 
 TEST(each_rank_records_who_came_last) {
@@ -190,5 +262,68 @@ TEST(a_failed_operation_has_a_record) {
     CHECK_EQ(records.size(), size_t{1});
     CHECK(records[0].state == OpRecord::State::kFailed);
     CHECK(records[0].done != 0);
+  });
+}
+
+TEST(queued_operations_and_messages_have_records) {
+  ranks::inGroup(2, [&](Group& group) {
+    float data[3] = {1, 2, 3};
+    const int peer = 1 - group.rank();
+    std::vector<Operation> operations(3, Operation{Barrier{}});
+    if (group.rank() == 0) {
+      // The other rank comes to the first one only after this one has looked.
+      const auto handle = group.submitAll(operations, nullptr);
+      group.hurry();
+      while (group.recorder().since(0).empty()) std::this_thread::yield();
+      const std::vector<OpRecord> queued = group.queued();
+      CHECK_EQ(queued.size(), size_t{2});
+      CHECK_EQ(queued[1].index, uint64_t{2});
+      CHECK(queued[1].state == OpRecord::State::kQueued && queued[1].kind == Kind::kBarrier);
+      const auto receive =
+          group.post({Message::Direction::kReceive, peer, 7, data, 3, DType::kFloat32});
+      CHECK_EQ(group.pendingMessages().size(), size_t{1});
+      group.await(*group.post({Message::Direction::kSend, peer, 5, data, 3, DType::kFloat32}),
+                  kNever);
+      group.await(*handle, kNever);
+      group.await(*receive, kNever);
+      CHECK(group.queued().empty() && group.pendingMessages().empty());
+    } else {
+      group.await(*group.post({Message::Direction::kReceive, peer, 5, data, 3, DType::kFloat32}),
+                  kNever);
+      for (const Operation& operation : operations) group.run(operation);
+      group.await(*group.post({Message::Direction::kSend, peer, 7, data, 3, DType::kFloat32}),
+                  kNever);
+    }
+    const std::vector<OpRecord> messages = group.messages().since(0);
+    CHECK_EQ(messages.size(), size_t{2});
+    for (const OpRecord& one : messages) {
+      CHECK_EQ(one.root, peer);
+      CHECK_EQ(one.bytes, uint64_t{12});
+      CHECK_EQ(one.sequence, uint64_t{0});
+      CHECK(one.state == OpRecord::State::kDone && one.posted <= one.done);
+      CHECK((one.message == OpRecord::Message::kSend) ==
+            (one.bucket == (group.rank() == 0 ? 5u : 7u)));
+    }
+  });
+}
+
+TEST(a_message_that_comes_late_is_put_on_its_sender_and_passed_on) {
+  ranks::inGroup(2, [&](Group& group) {
+    float data = 1;
+    while (ranks::overSockets() && !group.epoch()->arbiter->clock().isKnown())
+      std::this_thread::yield();
+    group.run({Barrier{}});
+    if (group.rank() == 0) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(100));
+      group.await(*group.post({Message::Direction::kSend, 1, 0, &data, 1, DType::kFloat32}),
+                  kNever);
+      return;
+    }
+    group.await(*group.post({Message::Direction::kReceive, 0, 0, &data, 1, DType::kFloat32}),
+                kNever);
+    const OpRecord record = group.messages().since(0).back();
+    CHECK_EQ(record.known, uint32_t{2});
+    CHECK_EQ(record.latest[0].rank, 0);
+    CHECK(record.latest[0].nanos > 50 * kMillisecond);
   });
 }

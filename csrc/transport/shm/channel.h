@@ -11,6 +11,7 @@
 
 #include "base/bytes.h"
 #include "base/dtype.h"
+#include "base/waits.h"
 #include "transport/shm/flags.h"
 
 namespace ringreduce {
@@ -26,14 +27,18 @@ struct Box {
 struct Record {
   enum class Type : uint8_t { kSkip, kEager, kRequest, kGrant, kFragment };
 
-  uint64_t id = 0;       // of the message; the sender counts
-  uint64_t count = 0;    // kEager, kRequest: the message's elements
+  uint64_t id = 0;     // of the message; the sender counts
+  uint64_t count = 0;  // kEager, kRequest: the message's elements
+  // kEager, kRequest, kGrant: when the sender of this record called, by the group's clock, and why
+  // not sooner; 0: not known.
+  Nanos posted = 0;
+  Inherited why = {};
   uint32_t payload = 0;  // bytes
   int32_t tag = 0;
   Type type = Type::kSkip;
   DType dtype = DType::kUInt8;
 };
-static_assert(sizeof(Record) == 32);
+static_assert(sizeof(Record) == 48);
 
 inline constexpr size_t kRingBytes = 256 << 10;  // the kernel commits pages at the first write
 inline constexpr size_t kRecordAlign = 64;

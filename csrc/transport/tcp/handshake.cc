@@ -123,7 +123,7 @@ bool sameDigest(const Digest& a, const Digest& b) {
 namespace {
 
 // Version of everything that ranks of different hosts send each other.
-#define RINGREDUCE_WIRE_VERSION "5"
+#define RINGREDUCE_WIRE_VERSION "6"
 
 constexpr size_t kBuildBytes = 32, kGroupBytes = 16, kProofBytes = sizeof(Digest);
 constexpr size_t kHelloBytes = kGroupBytes + 3 * 4 + 4 + sizeof(Nonce);  // without the build

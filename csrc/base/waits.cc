@@ -1,0 +1,67 @@
+// The latest waits, searched by an operation that begins after one.
+#include "base/waits.h"
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+namespace ringreduce {
+
+std::shared_ptr<Waits::Group> Waits::makeGroup(std::vector<int> ranks) {
+  std::ranges::sort(ranks);
+  const std::lock_guard lock(mutex_);
+  std::erase_if(groups_, [](const auto& group) { return group.expired(); });
+  auto group = std::make_shared<Group>(++last_id_, std::move(ranks));
+  groups_.push_back(group);
+  return group;
+}
+
+void Waits::add(const Wait& wait) {
+  const std::lock_guard lock(mutex_);
+  kept_[added_++ % kept_.size()] = wait;
+  latest_.store(std::max(latest_.load(std::memory_order_relaxed), wait.until),
+                std::memory_order_release);
+}
+
+Waits::Reason Waits::search(std::span<const int> ranks, Nanos since, Nanos called) const {
+  struct Sum {
+    Reason reason;
+    Nanos waited = 0, longest = 0, covered_from = kNever;
+  };
+  std::vector<Sum> sums;
+  std::vector<uint32_t> common;  // groups of all these ranks
+  const std::lock_guard lock(mutex_);
+  for (const auto& known : groups_) {
+    const std::shared_ptr<Group> group = known.lock();
+    if (!group || !std::ranges::includes(group->ranks, ranks)) continue;
+    common.push_back(group->id);
+    since = std::max(since, group->met.load(std::memory_order_relaxed));
+  }
+  const uint64_t kept = std::min<uint64_t>(added_, kept_.size());
+  for (uint64_t i = 1; i <= kept; ++i) {
+    const Wait& wait = kept_[(added_ - i) % kept_.size()];
+    if (wait.until <= since || wait.until > called) continue;
+    if (wait.by_all && std::ranges::find(common, wait.group) != common.end()) continue;
+    auto sum = std::ranges::find(sums, wait.rank, [](const Sum& s) { return s.reason.rank; });
+    if (sum == sums.end()) {
+      sum = sums.emplace(sums.end());
+      sum->reason.rank = wait.rank;
+    }
+    // Waits of two groups at the same time delay the process once.
+    const Nanos from = std::max(wait.from, since);
+    const Nanos waited = std::max<Nanos>(0, std::min(wait.until, sum->covered_from) - from);
+    sum->covered_from = std::min(sum->covered_from, from);
+    sum->waited += waited;
+    if (waited <= sum->longest) continue;
+    sum->longest = waited;
+    sum->reason.sequence = wait.sequence;
+    sum->reason.group = wait.group * 2 + (wait.in_message ? 1 : 0);
+  }
+  const auto most = std::ranges::max_element(sums, {}, &Sum::waited);
+  if (most == sums.end() || most->waited < kLeast) return {};
+  most->reason.micros = static_cast<uint32_t>(
+      std::min<Nanos>(most->waited / kMicrosecond, std::numeric_limits<uint32_t>::max()));
+  return most->reason;
+}
+
+}  // namespace ringreduce

@@ -1,0 +1,84 @@
+// What this process has waited for other ranks, in all its groups: why it comes late elsewhere.
+//
+// A rank that waits in one group comes late to the next operation of another.  It tells the ranks
+// there since whom (Inherited), and each of them passes that on, so a delay keeps the name of the
+// rank where it began, over groups and messages.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <vector>
+
+#include "base/clock.h"
+
+namespace ringreduce {
+
+// What a rank waited elsewhere before it came.  It is sent as it lies in memory.
+struct Inherited {
+  // Between hosts a rank may not know whom it waited for.
+  static constexpr int32_t kNone = -1, kUnknown = -2;
+
+  int32_t rank = kNone;   // where the delay began, by its number in errors
+  uint32_t micros = 0;    // how long this rank waited for it
+  uint32_t sequence = 0;  // the operation in which it waited longest, by its number in errors
+
+  Nanos nanos() const { return rank == kNone ? 0 : micros * kMicrosecond; }
+  bool operator==(const Inherited&) const = default;
+};
+
+class Waits {
+ public:
+  static constexpr Nanos kLeast = 200 * kMicrosecond;  // shorter ones are not kept
+
+  // Ranks that meet in operations for which all of them wait.
+  struct Group {
+    const uint32_t id;
+    const std::vector<int> ranks;  // by their numbers in errors, ascending
+    std::atomic<Nanos> met{0};     // when this rank came to the latest of these operations
+  };
+  struct Wait {
+    Nanos from, until;
+    int32_t rank;       // as in Inherited
+    uint32_t sequence;  // of the operation
+    uint32_t group;     // of Group
+    bool in_message;
+    // Whether all ranks of the group waited so: then it makes none of them later than the others.
+    bool by_all;
+  };
+  // What a rank tells, and where it waited.
+  struct Reason : Inherited {
+    uint32_t group = 0;  // twice that of Group, and one more if it was a message
+  };
+
+  std::shared_ptr<Group> makeGroup(std::vector<int> ranks);
+
+  // From any thread.
+  void add(const Wait& wait);
+
+  // For an operation of these ranks, ascending, that was called at `called`, where the one before
+  // it began at `since`: the rank that this process waited for longest between the two, and since
+  // it met all of them in a larger group.
+  Reason reason(std::span<const int> ranks, Nanos since, Nanos called) const {
+    if (latest_.load(std::memory_order_acquire) <= since) return {};
+    return search(ranks, since, called);
+  }
+
+ private:
+  Reason search(std::span<const int> ranks, Nanos since, Nanos called) const;
+
+  mutable std::mutex mutex_;
+  std::vector<std::weak_ptr<Group>> groups_;
+  uint32_t last_id_ = 0;
+  std::array<Wait, 256> kept_{};
+  uint64_t added_ = 0;
+  std::atomic<Nanos> latest_{0};  // the end of the latest
+};
+
+// Of this process.
+inline Waits process_waits;
+
+}  // namespace ringreduce
