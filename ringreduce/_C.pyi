@@ -71,7 +71,9 @@ def messages(backend: Any, since: int) -> bytes: ...  # likewise
 def recorder_id(backend: Any) -> int: ...  # as the records of other groups name this one
 def totals(backend: Any) -> tuple[int, dict[str, tuple[int, int, float]], dict[int, float]]: ...
 def lines(backend: Any) -> list[tuple[int, int, float, int]]: ...  # rank, bytes, busy s, resent
-def arrivals(backend: Any, sequence: int, ask: bool) -> list[tuple[int, int]]: ...  # rank, ns
+def arrivals(  # rank, ns, and its Inherited: rank, us, sequence
+    backend: Any, sequence: int, ask: bool
+) -> list[tuple[int, int, int, int, int]]: ...
 def record_names() -> dict[str, list[str]]: ...  # of the numbers in them
 def clock_offset(
     backend: Any,

@@ -1,7 +1,8 @@
-"""Ranks and lists in sentences."""
+"""Ranks and lists in sentences, and what a program says."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 
 
@@ -31,3 +32,11 @@ def listed(words: Sequence[str]) -> str:
         "a, b and c".
     """
     return ", ".join(words[:-1]) + " and " + words[-1] if len(words) > 1 else "".join(words)
+
+
+def say(text: str) -> None:
+    """Prints what a program has found; whoever reads it may have read enough (`| head`)."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # Python would say so at its exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

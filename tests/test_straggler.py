@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 import random
 import re
@@ -22,8 +24,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ringreduce
-from ringreduce.observe.record import Record
-from ringreduce.observe.straggler import _CpuPressure, _Judge, _Lines
+from ringreduce.observe.late import Arrival, Cause, CpuPressure, Judge, Lines, Seen, Wait
+from ringreduce.observe.record import UNKNOWN, Record
 
 MS = 1_000_000
 
@@ -45,8 +47,8 @@ def usual_wire(step: int, bucket: int) -> float:
 
 def job(
     steps: int, delay: Delay, wire: Wire = usual_wire, noise_ms: float = 0.05, seed: int = 1
-) -> Iterator[Record]:
-    """The records of rank 0, of ranks whose delays have a long tail."""
+) -> Iterator[Seen]:
+    """What rank 0 sees, of ranks whose delays have a long tail."""
     draw = random.Random(seed)
     now = 1_000_000 * MS
     index = 0
@@ -64,7 +66,7 @@ def job(
             median = came[(RANKS - 1) // 2][0]
             arrived = next(time for time, r in came if r == 0)
             now = came[-1][0] + int((wire(step, bucket) + draw.random() * 0.05) * MS)
-            yield Record(
+            record = Record(
                 index=index,
                 sequence=index,
                 kind="all_reduce",
@@ -80,7 +82,9 @@ def job(
                 done_ns=now,
                 first_ns=came[0][0],
                 median_ns=median,
-                late=tuple((r, float(time - median)) for time, r in came[:0:-1][:3]),
+                late=(),
+                causes=(),
+                why=None,
                 known=RANKS,
                 clock_error_ns=0,
                 algorithm="direct",
@@ -88,14 +92,83 @@ def job(
                 codec="",
                 state="done",
             )
+            late = [Arrival(r, float(time - median), None) for time, r in came[:0:-1][:3]]
+            waits = [Wait(0, arrived, came[-1][0])] if came[-1][1] != 0 else []
+            yield Seen(
+                "0", "group '0'", record, arrived, now, RANKS, RANKS, median, 0, late, waits, HOSTS
+            )
             index += 1
 
 
-def judged(records: Iterator[Record]) -> _Judge:
-    judge = _Judge(RANKS, hosts=HOSTS)
-    for record in records:
-        judge.feed(record)
+def judged(operations: Iterator[Seen]) -> Judge:
+    judge = Judge()
+    for operation in operations:
+        judge.feed(operation)
     return judge
+
+
+FREQUENT: dict[str, tuple[int, Delay, set[int]]] = {
+    "25 of 100": (100, lambda s, b, r: 100.0 * (r == 2 and b == 0 and s % 4 == 3), {2}),
+    "24 of 480": (480, lambda s, b, r: 100.0 * (r == 1 and b == 3 and s % 20 == 7), {1}),
+    "in turns": (500, lambda s, b, r: 50.0 * (b == 1 and r == (1, 3)[s % 2]), {1, 3}),
+    "of two ranks, in turns": (250, lambda s, b, r: 50.0 * (b == 1 and r == (0, 1)[s % 2]), {0, 1}),
+    "from 20 to 90 ms": (300, lambda s, b, r: (20.0 + s % 8 * 10) * (r == 2 and b == s % 4), {2}),
+}
+
+
+@pytest.mark.parametrize("noise_ms", [0.05, 0.5])
+@pytest.mark.parametrize("which", FREQUENT)
+def test_frequent_delays_are_named_and_add_up(which: str, noise_ms: float) -> None:
+    steps, delay, late = FREQUENT[which]
+    seen = list(job(steps, delay, noise_ms=noise_ms))
+    judge = judged(iter(seen))
+    assert {x.rank for x in judge.late} == late
+    share = sum(judge.waited[rank] for rank in late) / sum(judge.waited.values())
+    assert share > 0.8
+    # The sums are what was waited, once.
+    waited = sum(wait.end - wait.begin for one in seen for wait in one.waits)
+    assert sum(judge.waited.values()) == pytest.approx(waited)
+    text = "\n".join(judge.summary())
+    assert f"{waited / 1e6:.1f} ms of waiting" in text and "no rank" not in text
+
+
+def test_waits_at_the_same_time_are_one() -> None:
+    judge = Judge()
+    for group, one in itertools.product("ab", job(100, no_delay)):
+        judge.feed(dataclasses.replace(one, group=group))
+    once = judged(job(100, no_delay))
+    assert sum(judge.waited.values()) == pytest.approx(sum(once.waited.values()))
+
+
+def passed_on(seen: Seen, cause: Cause) -> Seen:
+    last, *others = seen.late
+    return dataclasses.replace(seen, late=[last._replace(cause=cause), *others])
+
+
+def test_a_rank_that_had_waited_elsewhere_is_not_named() -> None:
+    judge = Judge()
+    for seen in job(300, lambda s, b, r: 60.0 * (r == 2 and b == 0 and s % 10 == 9)):
+        late = seen.late[0].delay > 50 * MS
+        judge.feed(passed_on(seen, Cause(7, 58 * MS, "all_reduce #12 of row 0")) if late else seen)
+    assert {x.rank for x in judge.late} == {7} and len(judge.late) > 15
+    assert judge.waited[7] == pytest.approx(30 * 58 * MS) and judge.waited[2] < 100 * MS
+    assert "rank 2 came 6" in str(judge.late[0])
+    assert "since it had waited 58.0 ms for rank 7 in all_reduce #12 of row 0" in str(judge.late[0])
+
+
+def test_a_delay_that_began_with_an_unknown_rank_names_nobody() -> None:
+    judge = Judge()
+    for seen in job(300, lambda s, b, r: 60.0 * (r == 2 and b == 0 and s % 10 == 9)):
+        late = seen.late[0].delay > 50 * MS
+        judge.feed(passed_on(seen, Cause(UNKNOWN, 58 * MS, "")) if late else seen)
+    assert judge.late == [] and judge.persistent() == {} and judge.unknown > 15
+    assert "began elsewhere" in "\n".join(judge.summary())
+
+
+def test_nobody_is_named_and_the_summary_says_why() -> None:
+    text = "\n".join(judged(job(300, no_delay)).summary())
+    assert re.search(r"no rank was late.*the longest delay was 0\.\d ms", text), text
+    assert "do not tell what is usual" in "\n".join(judged(job(3, no_delay)).summary())
 
 
 @pytest.mark.parametrize("late_ms", [50.0, 5.0])
@@ -176,7 +249,7 @@ def test_a_slow_wire_is_no_late_rank() -> None:
 
 
 def test_the_slow_line_of_a_sender_is_named() -> None:
-    lines = _Lines({1: "rank 1 on host b", 2: "rank 2 on host c"})
+    lines = Lines({1: "rank 1 on host b", 2: "rank 2 on host c"})
     sums = {1: [0, 0.0, 0], 2: [0, 0.0, 0]}
 
     def goes_by(seconds: float, rates: dict[int, tuple[float, float]], resent: int = 0) -> None:
@@ -211,13 +284,13 @@ def test_the_slow_line_of_a_sender_is_named() -> None:
 
 
 def test_ranks_whose_host_has_no_core_for_them_are_not_named() -> None:
-    class Starved(_CpuPressure):
-        def waited(self, begin: int, end: int) -> float:
-            return float(end - begin)
+    class Starved(CpuPressure):
+        def waited(self, begin: float, end: float) -> float:
+            return end - begin
 
-    judge = _Judge(RANKS, Starved())
-    for record in job(300, lambda s, b, r: 50.0 * ((s, b, r) == (200, 0, 1))):
-        judge.feed(record)
+    judge = Judge(Starved())
+    for seen in job(300, lambda s, b, r: 50.0 * ((s, b, r) == (200, 0, 1))):
+        judge.feed(seen)
     assert judge.late == [] and [late.rank for late in judge.starved] == [1]
 
 

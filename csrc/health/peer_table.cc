@@ -150,14 +150,14 @@ void PeerTable::record(int rank, uint64_t sequence, const Announcement& call) {
   if (mirror.announced.observe() <= sequence) mirror.announced.publish(sequence + 1);
 }
 
-std::vector<Nanos> PeerTable::arrivals(uint64_t sequence) const {
+std::vector<Announcement> PeerTable::calls(uint64_t sequence) const {
   const std::lock_guard lock(mutex_);
-  std::vector<Nanos> arrived;
+  std::vector<Announcement> known;
   for (int r = 0; r < size_; ++r) {
     const Announcement& call = page(r).announcements[sequence % kAnnouncements];
-    arrived.push_back(call.sequence == sequence ? call.arrived : 0);
+    known.push_back(call.sequence == sequence ? call : Announcement{});
   }
-  return arrived;
+  return known;
 }
 
 std::optional<uint64_t> PeerTable::findDifference(int rank, uint64_t sequence) const {

@@ -111,9 +111,8 @@ class PeerTable {
   bool hasAnnounced(int rank, uint64_t sequence) const {
     return page(rank).announced.observe() > sequence;
   }
-  // Between hosts: when each rank came to operation `sequence`, by the group's clock, as far as it
-  // has told; 0: not known.
-  std::vector<Nanos> arrivals(uint64_t sequence) const;
+  // Between hosts: what each rank has told of operation `sequence`; `arrived` is 0 if it has not.
+  std::vector<Announcement> calls(uint64_t sequence) const;
   // Compares one call of `rank` with this rank's: that of operation `sequence`, or between hosts
   // the last one that is known of it.  Returns its number if they differ.
   std::optional<uint64_t> findDifference(int rank, uint64_t sequence) const;

@@ -304,19 +304,21 @@ std::pair<Nanos, Nanos> clockOffset(const BackendPtr& backend) {
   return {offset.ahead, offset.isKnown() ? offset.error : -1};
 }
 
-// When ranks came to the operation with this number in errors, as far as is known: ranks and times
-// of this host's clock.  Between hosts, `ask` asks the others, without waiting.
-std::vector<std::pair<int, Nanos>> arrivalsOf(const BackendPtr& backend, uint64_t sequence,
-                                              bool ask) {
+// When ranks came to the operation with this number in errors, as far as is known: ranks, times of
+// this host's clock, and why they did not come sooner (Inherited).  Between hosts, `ask` asks the
+// others, without waiting.
+std::vector<std::tuple<int, Nanos, int32_t, uint32_t, uint32_t>> arrivalsOf(
+    const BackendPtr& backend, uint64_t sequence, bool ask) {
   const std::shared_ptr<Epoch> epoch = asRingreduce(*backend).group()->epoch();
-  std::vector<std::pair<int, Nanos>> known;
+  std::vector<std::tuple<int, Nanos, int32_t, uint32_t, uint32_t>> known;
   if (!epoch->network) return known;  // its record has them all
   if (ask) epoch->network->askForProgress(sequence);
   const Nanos ahead = epoch->arbiter->clock().ahead;
-  const std::vector<Nanos> arrived = epoch->peers().arrivals(sequence);
-  for (int p = 0; p < epoch->size; ++p)
-    if (const Nanos time = arrived[static_cast<size_t>(p)])
-      known.emplace_back(epoch->ranks.rankAt(p), time + ahead);
+  const std::vector<Announcement> calls = epoch->peers().calls(sequence);
+  for (int position = 0; position < epoch->size; ++position)
+    if (const Announcement& call = calls[static_cast<size_t>(position)]; call.arrived != 0)
+      known.emplace_back(epoch->ranks.rankAt(position), call.arrived + ahead, call.why.rank,
+                         call.why.micros, call.why.sequence);
   return known;
 }
 

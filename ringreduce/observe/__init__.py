@@ -1,6 +1,10 @@
 """What is seen of a job: its groups' records, who is late, what ended it.
 
     record.py        what this rank knows of each operation
+    follow.py        the thread that reads the records of all groups, for whoever wants them
+    late.py          who was late, and since whom: the one definition, live and afterwards
+    files.py         the files of a timeline: written, read, checked
+    report.py        a timeline in words, in a table and as a trace
 
 and the views of them: straggler.py (live, in the program), timeline.py, dump.py and recorder.py
 (what ended a job), metrics.py, top.py and debug_server.py.  Each imports only those before it.
@@ -8,7 +12,7 @@ and the views of them: straggler.py (live, in the program), timeline.py, dump.py
 """
 
 from ringreduce import _backend
-from ringreduce.observe import dump, metrics, timeline
+from ringreduce.observe import dump, follow, metrics, timeline
 from ringreduce.observe.dump import dump_records
 from ringreduce.observe.metrics import prometheus, tensorboard
 from ringreduce.observe.record import Record, records
@@ -25,5 +29,5 @@ __all__ = [
 
 _backend.before_group.append(dump.watch)
 _backend.on_group_made += [timeline.follow_variable, metrics.follow_variable]
-_backend.before_members_change.append(timeline.drain)
-_backend.on_exit += [dump.wait_for_dumps, metrics.end, timeline.end_all]
+_backend.before_members_change.append(follow.drain)
+_backend.on_exit += [dump.wait_for_dumps, metrics.end, follow.end]

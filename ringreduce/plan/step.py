@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ringreduce.observe.files import Group, Operation, load, operations
 from ringreduce.observe.record import Record
-from ringreduce.observe.timeline import _Group, _load
 from ringreduce.plan.model import Estimate, Job, Model
 
 _BUCKET, _FIRST_BUCKET = 25 << 20, 1 << 20  # of DDP
@@ -258,10 +258,6 @@ def _shape(record: Record) -> Shape:
     return kind, record.bytes, record.codec, _WIDTHS.get(record.dtype, 4)
 
 
-def _bytes_of(group: _Group) -> int:
-    return sum(record.bytes for series in group.series.values() for record in series.records)
-
-
 def replayed(directory: Path, overlaps: bool = True) -> Recorded:
     """Reads a timeline (RINGREDUCE_TIMELINE), of the group that moved most bytes.
 
@@ -272,16 +268,23 @@ def replayed(directory: Path, overlaps: bool = True) -> Recorded:
     Raises:
         ValueError: there are no files, or fewer than three steps that are alike.
     """
-    files = _load(directory)
-    if not files.groups:
-        raise ValueError(f"{directory} has no operations of a group")
-    group = max(files.groups, key=_bytes_of)
+    folder = load(directory)
+    job = folder.job()
+    notes: list[str] = []
+    of_group: dict[Group, list[Operation]] = {group: [] for group in job.groups}
+    for operation in operations(job, notes):
+        if not operation.is_message:
+            of_group[operation.group].append(operation)
+    group = max(of_group, key=lambda one: sum(
+        record.bytes for operation in of_group[one] for record in operation.records.values()
+    ))  # fmt: skip
     steps: list[list[Record]] = []
     following: list[Record | None] = []
-    for series in group.series.values():
+    for rank in group.series:
         by_step: dict[int, list[Record]] = {}
-        for record in series.records:
-            if record.state == "done" and record.bytes:
+        for operation in of_group[group]:
+            record = operation.records.get(rank)
+            if record and record.state == "done" and record.bytes:
                 by_step.setdefault(record.step, []).append(record)
         for number in sorted(by_step)[_WARM_UP:]:
             steps.append(by_step[number])
@@ -296,14 +299,14 @@ def replayed(directory: Path, overlaps: bool = True) -> Recorded:
             f"{directory} has fewer than {_LEAST_STEPS} steps that are alike, after {_WARM_UP} to "
             "warm up; steps are counted by torch's optimizers"
         )
-    notes = files.notes()
-    if len(files.groups) > 1:
-        notes.append(f"of {len(files.groups)} groups, {group} is taken, which moved most")
+    notes += folder.notes(job)
+    if len(job.groups) > 1:
+        notes.append(f"of {len(job.groups)} groups, {group} is taken, which moved most")
     waits = [all(b.posted_ns >= a.done_ns for a, b in itertools.pairwise(r)) for r, _ in alike]
     if overlaps and len(alike[0][0]) > 1 and all(waits):
         notes.append("each call came after the end of the one before: --no-overlap if it waits")
     step = _step_of(alike, overlaps)
-    return Recorded(step, len(group.ranks), _moving(group), tuple(notes))
+    return Recorded(step, len(group.ranks), _moving(of_group[group]), tuple(notes))
 
 
 def _step_of(alike: Sequence[tuple[list[Record], Record | None]], overlaps: bool) -> Step:
@@ -326,19 +329,19 @@ def _step_of(alike: Sequence[tuple[list[Record], Record | None]], overlaps: bool
     return Step(buckets, tuple(compute), tuple(times), overlaps)
 
 
-def _moving(group: _Group) -> dict[Shape, list[float]]:
+def _moving(of_group: Sequence[Operation]) -> dict[Shape, list[float]]:
     """Without operations of which not all ranks' records are there, or whose clocks are vague."""
     found: dict[Shape, list[float]] = {}
-    for operation in group.operations:
+    for operation in of_group:
         record = operation.any_record
         ends = []
         for rank, one in operation.records.items():
-            clock = operation.group.clock(rank, one.done_ns)
+            clock = operation.series[rank].clock(one.done_ns)
             if clock is not None and one.state == "done":
                 ends.append(one.done_ns - clock[0])
-        if len(ends) < len(group.ranks) or not operation.arrivals or not record.bytes:
+        if len(ends) < len(operation.group.ranks) or not operation.arrivals or not record.bytes:
             continue
         moving = max(ends) - max(operation.arrivals.values())
-        if operation.clock_error <= 0.1 * moving:
+        if operation.error <= 0.1 * moving:
             found.setdefault(_shape(record), []).append(moving / 1e9)
     return found
