@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import reprlib
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -16,6 +17,10 @@ from typing import IO, Any, BinaryIO
 
 _KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFDIR: "a folder", stat.S_IFSOCK: "a socket",
           stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}  # fmt: skip
+
+
+_brief = reprlib.Repr()
+_brief.maxlevel = 3  # what shares its parts is small in memory and endless as text
 
 
 class Damaged(ValueError):
@@ -59,13 +64,15 @@ def contents(path: str | os.PathLike[str], most: int = 1 << 30) -> bytes:
 def replacing(path: str | os.PathLike[str], mode: str = "w") -> Iterator[IO[Any]]:
     """A new file that takes the path's place once it is whole; after an error nothing is left.
 
+    Until then its name has no part of the path's, by which other tools might know it.
+
     Raises:
         OSError: it cannot be written.
     """
     path = Path(path)
     if path.is_dir() or (path.exists() and not path.is_file()):
         raise FileExistsError(f"{path} is no file: nothing is written in its place")
-    descriptor, unfinished = tempfile.mkstemp(".unfinished", f".{path.name}.", path.parent or ".")
+    descriptor, unfinished = tempfile.mkstemp(".unfinished", ".", path.parent or ".")
     try:
         mask = os.umask(0)
         os.umask(mask)
@@ -122,5 +129,5 @@ def natural(value: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
+    text = _brief.repr(value)
     return text if len(text) <= 40 else f"{text[:40]}..."

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 import os
 import pickle
+import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -274,7 +276,7 @@ def test_a_signal(pool: Pool, world: MakeWorld, tmp_path: Path, name: str) -> No
         assert "RINGREDUCE_DUMP_SIGNAL=USR2: the signal has a handler" in call.log(0)
 
 
-def a_dump(rank: int, now: int, *calls: tuple[str, str, int]) -> dict[str, Any]:
+def a_dump(rank: int, now: int, *calls: tuple[str, str, int], **facts: Any) -> dict[str, Any]:
     """Of a group of two ranks at a time of day; calls are kinds, states and when they began."""
     common = {"dtype": "float32", "elements": 3, "op": "", "codec": "", "root": -1, "posted_ns": 1}
     entries = [
@@ -297,9 +299,15 @@ def a_dump(rank: int, now: int, *calls: tuple[str, str, int]) -> dict[str, Any]:
         "attempt": 0,
     }
     clock = {"clock_ahead_ns": 0, "clock_error_ns": 0}
-    about |= {"stacks": {}, "libraries": [], "groups": {"0": clock}}
+    about |= {"stacks": {}, "libraries": [], "groups": {"0": clock}, "program": "train.py"} | facts
     config = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1]"}}
     return {"pg_config": config, "entries": entries, "ringreduce": about}
+
+
+def save(folder: Path, *dumps: dict[str, Any]) -> None:
+    for dump in dumps:
+        path = folder / f"ringreduce_rank_{dump['ringreduce']['rank']}"
+        path.write_bytes(pickle.dumps(dump))
 
 
 @pytest.mark.parametrize(
@@ -334,20 +342,173 @@ def test_dumps_of_two_hosts_are_compared_by_the_groups_clock(is_known: bool) -> 
     assert found is not None and found.ranks == ()
 
 
+def test_several_ranks_were_in_an_operation(tmp_path: Path) -> None:
+    save(tmp_path, *(a_dump(rank, 900, ("barrier", "running", 5)) for rank in (0, 1)))
+    _, last, _ = explained(tmp_path)
+    assert last == "Ranks 0 and 1 were in barrier #0 for 8.95e-07 s."
+    save(tmp_path, a_dump(0, 900), a_dump(1, 900, ("barrier", "running", 5)))
+    _, last, _ = explained(tmp_path)
+    assert last == "Rank 0 had called nothing; rank 1 was in barrier #0 for 8.95e-07 s."
+
+
 def test_dumps_of_an_earlier_attempt_are_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dumps = [a_dump(0, 900, ("barrier", "running", 5)), a_dump(1, 400, ("barrier", "failed", 6))]
     dumps[0]["ringreduce"]["attempt"] = 1
-    for rank, dump in enumerate(dumps):
-        (tmp_path / f"ringreduce_rank_{rank}").write_bytes(pickle.dumps(dump))
+    save(tmp_path, *dumps)
     assert list(recorder.load(tmp_path)) == [0]
-    assert "left out the dumps of rank 1" in capsys.readouterr().err
+    assert "left out what rank 1 dumped" in capsys.readouterr().err
     assert "rank 1 left no dump" in explained(tmp_path)[0]
 
 
-def test_a_dump_with_objects_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "ringreduce_rank_0").write_bytes(pickle.dumps({"entries": [Path("/")]}))
-    with pytest.raises(ValueError, match="ringreduce_rank_0 is no dump of ringreduce"):
-        recorder.load(tmp_path)
+# ---- damaged files
+
+VALUES: list[Any] = [
+    None, True, -1, 7, 1 << 62, 1 << 64, 1 << 2000, 1.5, float("nan"), "", "x" * 5000, "\udcff",
+    "[0, 1", b"\x00", [], [[[]]], {}, {"rank": "0"}, (), ("0", "default_pg"), {"0": 7},
+]  # fmt: skip
+
+
+def places_of(value: Any) -> list[tuple[Any, Any]]:
+    """The containers in a value, each with its keys."""
+    keys = value if isinstance(value, dict) else range(len(value) if type(value) is list else 0)
+    here = [(value, key) for key in keys]
+    return here + [place for key in keys for place in places_of(value[key])]
+
+
+def damaged_values(draw: random.Random, data: bytes) -> bytes:
+    """Types swapped, keys missing, of another name or of another type."""
+    document = pickle.loads(data)
+    for _ in range(draw.choice((1, 1, 1, 5))):
+        container, key = draw.choice(places_of(document))
+        kind = draw.randrange(4) if isinstance(container, dict) else 0
+        if kind < 2:
+            container[key] = draw.choice(VALUES)
+        elif key in container:
+            value = container.pop(key)
+            if kind == 2:
+                container[draw.choice([1, None, ("a", 1), "other"])] = value
+    return pickle.dumps(document)
+
+
+def damaged_bytes(draw: random.Random, data: bytes) -> bytes:
+    """Bits flipped, parts missing, twice or overwritten."""
+    changed = bytearray(data)
+    for _ in range(draw.choice((1, 1, 4, 40))):
+        at = draw.randrange(len(changed))
+        part = slice(at, at + draw.randrange(1, 9))
+        kind = draw.randrange(8)
+        if kind < 4:
+            changed[at] ^= 1 << draw.randrange(8)
+        elif kind == 4:
+            changed[part] = b""
+        elif kind == 5:
+            changed[part] = draw.randbytes(8)
+        elif kind == 6:
+            changed[at:at] = changed[part]
+        else:
+            changed[part] = draw.choice([b"r\xff\xff\xff\x7f", b"\x96" + b"\0" * 3 + b"\x02"])
+    return bytes(changed[: draw.randrange(len(changed))] if draw.randrange(8) == 0 else changed)
+
+
+def test_no_damage_breaks_the_reader(
+    pool: Pool, world: MakeWorld, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pool.start(call_another, world(3, timeout=8.0, DUMP=str(tmp_path)), remade=True).outcomes()
+    await_dumps(tmp_path, {0, 1, 2})
+    sound = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    draw = random.Random(7)
+    statuses = []
+    for number in range(600):
+        for path, data in sound.items():
+            if draw.randrange(3):
+                data = draw.choice((damaged_bytes, damaged_values))(draw, data)
+            path.write_bytes(data)
+        begun = time.monotonic()
+        statuses.append(recorder.main([str(tmp_path)]))
+        assert time.monotonic() - begun < 5.0, number
+        out, err = capsys.readouterr()
+        assert (len(out.splitlines()) in (2, 3)) == (statuses[-1] < 2), (number, out)
+        assert all(line.isprintable() for line in (out + err).splitlines()), (number, out, err)
+    assert set(statuses) >= {0, 2}
+
+
+class Loud:
+    def __reduce__(self) -> Any:
+        return print, ("an object was made",)
+
+
+def nested(depth: int) -> bytes:
+    return b"\x80\x04" + b"]" * depth + b"a" * (depth - 1) + b"."
+
+
+def laughing(levels: int) -> Any:
+    """Small in memory; as text, or as a key, of 10 ** levels parts."""
+    value: Any = ("ha",)
+    for _ in range(levels):
+        value = (value,) * 10
+    return value
+
+
+def with_key(levels: int) -> bytes:
+    """A dict whose key is like `laughing`."""
+    tuples = b"".join(b"h%ch%c\x86\x94" % (n, n) for n in range(levels))
+    return b"\x80\x04)\x94" + tuples + b"}h%cNs." % levels
+
+
+STRANGERS: dict[str, tuple[Any, str]] = {
+    "a FIFO": (os.mkfifo, "is a FIFO, not a file"),
+    "a folder": (os.mkdir, "is a folder, not a file"),
+    "a socket": (lambda path: socket.socket(socket.AF_UNIX).bind(str(path)), "cannot be read"),
+    "a dangling link": (lambda path: path.symlink_to("nowhere"), "cannot be read: No such file"),
+    "a link to itself": (lambda path: path.symlink_to(path.name), "cannot be read: Too many"),
+    "an empty file": (b"", "is no dump of ringreduce"),
+    "text": (b"rank 1 was here\n", "is no dump of ringreduce"),
+    "another program's": (pickle.dumps({"rank": 1}), "lacks 'pg_config'"),
+    "another kind": (pickle.dumps([1, 2]), "is no dump of ringreduce"),
+    "an object": (pickle.dumps({"entries": [Loud()]}), "has an object of builtins.print"),
+    "nested lists": (nested(200_000), "is no dump of ringreduce"),
+    "a huge memo": (b"\x80\x04]r\xff\xff\xff\xef.", "is no dump of ringreduce"),
+    "huge bytes": (b"\x80\x04\x96\0\0\0\0\x10\0\0\0.", "is no dump of ringreduce"),
+    "a huge text": (pickle.dumps(a_dump(1, 900, host=laughing(40))), "host is (("),
+    "a huge key": (with_key(40), "is no dump of ringreduce"),
+    "another rank's": (pickle.dumps(a_dump(0, 950)), "is of rank 0, not of rank 1"),
+}
+
+
+@pytest.mark.parametrize("name", STRANGERS)
+def test_a_file_that_is_no_dump_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    what, why = STRANGERS[name]
+    path = tmp_path / "ringreduce_rank_1"
+    path.write_bytes(what) if isinstance(what, bytes) else what(path)
     assert recorder.main([str(tmp_path)]) == 2
+    assert "no rank has left a dump that can be read" in capsys.readouterr().err
+    save(tmp_path, a_dump(0, 900, ("barrier", "running", 5)))
+    assert recorder.main([str(tmp_path)]) == 0
+    out, err = capsys.readouterr()
+    assert f"{path} {why}" in err or (why in err and str(path) in err), err
+    assert len(err.splitlines()) == 1
+    assert "holds rank 0, and rank 1 left no dump." in out
+
+
+def test_a_file_without_permission(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(tmp_path, a_dump(0, 900, ("barrier", "running", 5)), a_dump(1, 900))
+    (tmp_path / "ringreduce_rank_1").chmod(0)
+    assert recorder.main([str(tmp_path)]) == 0
+    if os.geteuid():
+        assert "ringreduce_rank_1 cannot be read: Permission denied" in capsys.readouterr().err
+
+
+def test_damaged_entries_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nobody is blamed for not having come where the record may be one of those."""
+    calls = ("barrier", "done", 5), ("all_gather", "running", 100)
+    dumps = [a_dump(rank, 900, *calls) for rank in (0, 1)]
+    dumps[1]["entries"][1]["ringreduce"]["state"] = 7
+    save(tmp_path, *dumps)
+    found = recorder.find(recorder.load(tmp_path))
+    assert found is not None and found.ranks == ()
+    err = capsys.readouterr().err
+    assert re.search(r"1 of 2 records are left out of \S+_1: entries\[1\]\S+state is 7", err), err

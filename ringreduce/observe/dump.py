@@ -15,26 +15,30 @@ from __future__ import annotations
 
 import atexit
 import functools
+import io
 import itertools
 import logging
 import os
 import pickle
+import re
 import signal
 import socket
 import sys
 import threading
 import time
+import traceback
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
 from ringreduce import errors
 from ringreduce._backend import Backend, _is_alive, extension, live_groups
+from ringreduce._files import Damaged, check, contents, natural, replacing
 from ringreduce._launchers import job_of
 from ringreduce.observe.record import Record, parse
 
@@ -242,36 +246,122 @@ def _document(groups: list[_Group], about: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+# ---- reading it
+
+
+_Unpickler: Any = pickle._Unpickler  # its parts have no types
+
+
+class _Plain(_Unpickler):  # type: ignore[misc]
+    """Makes text, numbers, tuples, lists and dicts of text keys; a dump has nothing else.
+
+    It is Python's own.  C's takes gigabytes for a number in a memo that a flipped bit made large.
+    """
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"it has an object of {module}.{name}")
+
+    def load_setitem(self) -> None:
+        self._check_keys(self.stack[-2:-1])
+        super().load_setitem()
+
+    def load_setitems(self) -> None:
+        self._check_keys(self.stack[::2])
+        super().load_setitems()
+
+    def _check_keys(self, keys: list[Any]) -> None:
+        # The hash of a tuple that shares its parts may take for ever.
+        if not all(isinstance(key, str) for key in keys):
+            raise pickle.UnpicklingError("it has a key that is no text")
+
+    # What a dump is made of, and the names of objects.
+    _codes = b"\x80\x95(.\x94hjN\x88\x89KMJ\x8aG\x8cX}]ae)t\x85\x86\x87" + b"c\x93"
+    dispatch: ClassVar[dict[int, Any]] = {code: _Unpickler.dispatch[code] for code in _codes}
+    dispatch |= {pickle.SETITEM[0]: load_setitem, pickle.SETITEMS[0]: load_setitems}
+
+
+def _signed(value: Any) -> bool:
+    return type(value) is int and abs(value) < 1 << 63
+
+
+def _is_ranks(value: Any) -> bool:
+    return isinstance(value, str) and bool(re.fullmatch(r"\[[0-9]{1,9}(, [0-9]{1,9})*\]", value))
+
+
+_FRAMES = [{"name": str, "filename": str, "line": (int, type(None))}]
+_ERROR = {"type": str, "text": str, "of_a_group": bool, "time_ns": natural, "frames?": _FRAMES}
+_OF_A_GROUP = {"group": str, "rank": (int, type(None))}
+_CONFIG = {"desc": str, "ranks": _is_ranks}
+_CLOCK = {"clock_ahead_ns": _signed, "clock_error_ns": _signed}
+_ENTRY = {
+    "process_group": lambda value: isinstance(value, tuple) and len(value) == 2,
+    "ringreduce": dict.fromkeys(("kind", "dtype", "op", "codec", "state"), str)
+    | dict.fromkeys(("sequence", "elements", "posted_ns", "arrived_ns", "done_ns"), natural)
+    | {"root": _signed},
+}
+_DUMP = {
+    "pg_config": dict,
+    "entries": list,
+    "ringreduce": dict.fromkeys(("host", "job", "program"), str)
+    | dict.fromkeys(("rank", "world_size", "attempt", "pid", "time_ns"), natural)
+    | {"monotonic_ns": natural, "libraries": [str], "stacks": dict, "groups": dict}
+    | {"error": (dict, type(None))},
+}
+
+
+def read(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Reads a dump.
+
+    Returns:
+        The dump without the entries that are damaged.  "damaged" has a sentence for each of these.
+
+    Raises:
+        Damaged: it is none, or more than its entries is damaged.
+    """
+    data = contents(path, 1 << 27)
+    try:
+        dump: dict[str, Any] = _Plain(io.BytesIO(data)).load()
+        check(dump, _DUMP)
+        about = dump["ringreduce"]
+        if about["error"]:
+            what = _ERROR | (_OF_A_GROUP if about["error"].get("of_a_group") else {})
+            check(about["error"], what, "ringreduce.error")
+        for frames in itertools.islice(about["stacks"].values(), 1):  # no other one is asked for
+            check(frames, _FRAMES, "ringreduce.stacks")
+        for name, clock in about["groups"].items():
+            check(clock, _CLOCK, f"ringreduce.groups.{name}")
+            check(dump["pg_config"].get(name), _CONFIG, f"pg_config.{name}")
+    except Exception as error:
+        why = error if isinstance(error, Damaged) else f"{type(error).__name__}: {error}"
+        raise Damaged(f"{path} is no dump of ringreduce: {why}") from error
+    dump["damaged"] = []
+    entries, dump["entries"] = dump["entries"], []
+    for at, entry in enumerate(entries):
+        try:
+            check(entry, _ENTRY, f"entries[{at}]")
+            check(entry["process_group"][0], about["groups"].__contains__, f"entries[{at}]'s group")
+            dump["entries"].append(entry)
+        except Damaged as error:
+            dump["damaged"].append(str(error))
+    return dump
+
+
 # ---- what is told of the process
 
 
-def _stack(frame: FrameType | None) -> list[dict[str, Any]]:
-    """The frames of a stack, the innermost first, as torch writes them."""
-    frames = []
-    while frame is not None:
-        code = frame.f_code
-        frames.append({"name": code.co_name, "filename": code.co_filename, "line": frame.f_lineno})
-        frame = frame.f_back
-    return frames
-
-
-def _stack_of(error: TracebackType | None) -> list[dict[str, Any]]:
-    """The same of a traceback."""
-    frames = []
-    while error is not None:
-        code = error.tb_frame.f_code
-        line = error.tb_lineno
-        frames.append({"name": code.co_name, "filename": code.co_filename, "line": line})
-        error = error.tb_next
-    return frames[::-1]
+def _frames(walked: Iterable[tuple[FrameType, int]]) -> list[dict[str, Any]]:
+    """Frames as torch writes them."""
+    return [{"name": frame.f_code.co_name, "filename": frame.f_code.co_filename, "line": line}
+            for frame, line in walked]  # fmt: skip
 
 
 def _stacks() -> dict[str, list[dict[str, Any]]]:
-    """Of the threads that run Python, by name, the main thread first."""
+    """Of the threads that run Python, by name, the main thread first; the innermost frame first."""
     running = sys._current_frames()
     main = threading.main_thread()
     threads = sorted(threading.enumerate(), key=lambda thread: thread is not main)
-    return {t.name: _stack(running[t.ident]) for t in threads if t.ident in running}
+    return {t.name: _frames(traceback.walk_stack(running[t.ident]))
+            for t in threads if t.ident in running}  # fmt: skip
 
 
 def _about(reason: str, error: dict[str, Any] | None) -> dict[str, Any]:
@@ -345,12 +435,8 @@ def _take(
                 return  # a newer one was faster
             _written = number
             os.makedirs(folder, exist_ok=True)
-            # torchfrtrace must not take it for a dump.
-            name = f".{about['rank']}.{number}.unfinished"
-            unfinished = os.path.join(os.fspath(folder), name)
-            with open(unfinished, "wb") as file:
+            with replacing(path, "wb") as file:
                 pickle.dump(document, file)
-            os.replace(unfinished, path)
 
     return path, write
 
@@ -464,12 +550,12 @@ def _note_error(error: errors.Error) -> None:
 
 
 @_guarded
-def _note_exception(error: BaseException, traceback: TracebackType | None) -> None:
+def _note_exception(error: BaseException, raised_at: TracebackType | None) -> None:
     """Dumps for an exception of the program that ends it, and that no failed group has caused."""
     folder = os.environ.get(FOLDER)
     if not folder or isinstance(error, errors.Error) or _first_failure():
         return
-    told = _told(error) | {"frames": _stack_of(traceback)}
+    told = _told(error) | {"frames": _frames(traceback.walk_tb(raised_at))[::-1]}
     _dump_soon(folder, f"this rank ended with {type(error).__name__}", told)
 
 
@@ -524,11 +610,9 @@ def _watch_exceptions() -> None:
     atexit.register(_stop.set)
     before = sys.excepthook
 
-    def hook(
-        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
-    ) -> None:
-        _note_exception(error, traceback)
-        before(kind, error, traceback)
+    def hook(kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:
+        _note_exception(error, at)
+        before(kind, error, at)
 
     sys.excepthook = hook
 

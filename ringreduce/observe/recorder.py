@@ -8,15 +8,16 @@ status is 0 if a cause was found, 1 if none was, and 2 if the dumps cannot be re
 from __future__ import annotations
 
 import argparse
-import pickle
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+from ringreduce._files import Damaged
 from ringreduce._words import listed, ranks_text
-from ringreduce.observe.dump import PREFIX
+from ringreduce.observe.dump import PREFIX, read
 
 Dump = dict[str, Any]
 
@@ -25,11 +26,12 @@ _ROOTS = {"reduce": "to", "gather": "to"}
 _UNEVEN = ("all_to_all",)
 
 
-class _Plain(pickle.Unpickler):
-    """A dump has no objects, and one from strangers must not make any."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"it has an object of {module}.{name}")
+def _say(text: str, file: TextIO | None = None) -> None:
+    """Prints a line, whatever a file has put into it."""
+    file = file or sys.stdout
+    line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(text.split()))
+    encoding = file.encoding or "utf-8"
+    print(line.encode(encoding, "backslashreplace").decode(encoding), file=file)
 
 
 def load(folder: str | Path) -> dict[int, Dump]:
@@ -39,31 +41,39 @@ def load(folder: str | Path) -> dict[int, Dump]:
         folder: that of RINGREDUCE_DUMP, or of dump_records.
 
     Returns:
-        The dumps by rank, of the newest attempt.  Those of another one (a restart, another job or
-        world size) are left out, with a line on stderr.
+        The dumps by rank, of the newest attempt.  What is damaged, and dumps of another attempt (a
+        restart, another job or world size), are left out, with a line on stderr.
 
     Raises:
-        ValueError: there is no dump, or a file is none.
-        OSError: a file could not be read.
+        ValueError: there is no dump that can be read.
+        OSError: nor can the folder.
     """
-    dumps = {}
-    for path in Path(folder).iterdir():
-        number = path.name.removeprefix(PREFIX)
-        if number == path.name or not number.isdecimal():
+    dumps: dict[int, Dump] = {}
+    for path in sorted(Path(folder).iterdir()):
+        name = re.fullmatch(f"{PREFIX}([0-9]{{1,18}})", path.name)
+        if name is None:
             continue
         try:
-            with open(path, "rb") as file:
-                dump = _Plain(file).load()
-            dumps[int(dump["ringreduce"]["rank"])] = dump
-        except (pickle.UnpicklingError, EOFError, TypeError, KeyError, IndexError) as error:
-            raise ValueError(f"{path} is no dump of ringreduce: {error!r}") from error
+            dump = read(path)
+            rank = dump["ringreduce"]["rank"]
+            if rank != int(name[1]):
+                raise Damaged(f"{path} is of rank {rank}, not of rank {name[1]}")
+            dumps[rank] = dump
+        except Damaged as error:
+            _say(f"left out: {error}", sys.stderr)
+            continue
+        if wrong := dump["damaged"]:
+            total = len(wrong) + len(dump["entries"])
+            _say(f"{len(wrong)} of {total} records are left out of {path}: {wrong[0]}", sys.stderr)
     if not dumps:
-        raise ValueError(f"{folder} has no file {PREFIX}0 or the like: no rank has left a dump")
+        raise ValueError(
+            f"{folder} has no file {PREFIX}0 or the like: no rank has left a dump that can be read"
+        )
     newest = _attempt(max(dumps.values(), key=lambda dump: int(dump["ringreduce"]["time_ns"])))
     earlier = [rank for rank, dump in dumps.items() if _attempt(dump) != newest]
     if earlier:
         print(
-            f"left out the dumps of {ranks_text(earlier)}: they are of another attempt or job",
+            f"left out what {ranks_text(earlier)} dumped in another attempt or job",
             file=sys.stderr,
         )
     return {rank: dumps[rank] for rank in sorted(dumps) if rank not in earlier}
@@ -144,7 +154,8 @@ class _Call:
 class _Group:
     """A group of the job as far as the dumps know it: calls by rank and number.
 
-    `to_common`: what makes the times of each rank comparable; `dumped`: when each rank dumped, so.
+    `to_common`: what makes the times of each rank comparable; `dumped`: when each rank dumped, so;
+    `unsure`: ranks with records that are damaged.
     """
 
     name: str
@@ -153,6 +164,7 @@ class _Group:
     calls: dict[int, dict[int, _Call]] = field(default_factory=dict)
     to_common: dict[int, int] = field(default_factory=dict)
     dumped: dict[int, int] = field(default_factory=dict)
+    unsure: set[int] = field(default_factory=set)
 
     @property
     def title(self) -> str:
@@ -168,9 +180,9 @@ class _Group:
         """The first operation for which `wrong` holds, of those whose records are all there."""
         if not any(self.calls.values()):
             return None
-        kept = [min(calls) for calls in self.calls.values() if calls]
-        end = max(max(calls) for calls in self.calls.values() if calls)
-        return next((n for n in range(max(kept), end + 1) if wrong(n)), None)
+        kept = max(min(calls) for calls in self.calls.values() if calls)
+        numbers = sorted({n for calls in self.calls.values() for n in calls if n >= kept})
+        return next((n for n in numbers if wrong(n)), None)
 
 
 def _groups_of(dumps: dict[int, Dump]) -> list[_Group]:
@@ -178,13 +190,15 @@ def _groups_of(dumps: dict[int, Dump]) -> list[_Group]:
     for rank, dump in dumps.items():
         about = dump["ringreduce"]
         here: dict[str, _Group] = {}
-        for name, config in dump["pg_config"].items():
+        for name in about["groups"]:
+            config = dump["pg_config"][name]
             ranks = [int(word) for word in config["ranks"].strip("[]").split(",")]
             key = name, config["ranks"]
             here[name] = groups.setdefault(key, _Group(name, config["desc"], ranks))
             here[name].calls[rank] = {}
             here[name].to_common[rank] = _to_common_clock(dumps, name, about)
             here[name].dumped[rank] = about["monotonic_ns"] + here[name].to_common[rank]
+            here[name].unsure.update([rank] if dump.get("damaged") else [])
         for entry in dump["entries"]:
             group, own = here[entry["process_group"][0]], entry["ringreduce"]
             last = max(own["posted_ns"], own["arrived_ns"], own["done_ns"])
@@ -254,7 +268,7 @@ def _missing(group: _Group) -> Finding | None:
         first = min(group.calls[rank][number].began for rank in waits(number))
         return [rank for rank, calls in group.calls.items()
                 if (number not in calls or not calls[number].came)
-                and group.dumped[rank] > first]  # fmt: skip
+                and group.dumped[rank] > first and rank not in group.unsure]  # fmt: skip
 
     number = group.first(lambda n: bool(waits(n)) and bool(absent(n)))
     if number is None:
@@ -368,7 +382,8 @@ def _last(dumps: dict[int, Dump], name: str) -> str:
     for doing, ranks in said.items():
         age = _seconds(ages.get(doing, 0))
         since = f"{age} before its dump" if doing.startswith("had ended") else f"for {age}"
-        words.append(f"{ranks_text(ranks)} {doing}" + (f" {since}" if doing in ages else ""))
+        did = re.sub("^was ", "were ", doing) if len(ranks) > 1 else doing
+        words.append(f"{ranks_text(ranks)} {did}" + (f" {since}" if doing in ages else ""))
     return _big("; ".join(words)) + "."
 
 
@@ -414,9 +429,8 @@ def explain(dumps: dict[int, Dump], finding: Finding | None) -> list[str]:
         cause.
     """
     if finding is None:
-        cause = (
-            f"No cause was found: all operations in the dumps of {ranks_text(dumps)} have ended."
-        )
+        of = f"{'dump' if len(dumps) == 1 else 'dumps'} of {ranks_text(dumps)}"
+        cause = f"No cause was found: all operations in the {of} have ended."
         return [cause, _last(dumps, "")]
     return [finding.what, _last(dumps, finding.group), _where(dumps, finding)]
 
@@ -439,8 +453,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         dumps = load(options.folder)
     except (OSError, ValueError) as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
+        _say(f"{parser.prog}: {error}", sys.stderr)
         return 2
     finding = find(dumps)
-    print("\n".join(explain(dumps, finding)))
+    for sentence in explain(dumps, finding):
+        _say(sentence)
     return int(finding is None)
