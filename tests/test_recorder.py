@@ -26,6 +26,8 @@ from conftest import MakeWorld
 from pool import Pool, Rank, run_ranks
 
 import ringreduce
+from ringreduce._words import ranks_text
+from ringreduce.observe import dump as observer
 from ringreduce.observe import recorder
 
 ANALYSER = "torch.distributed.flight_recorder"
@@ -54,14 +56,21 @@ def explained(folder: Path) -> tuple[str, str, str]:
     return cause, last, where
 
 
-def await_dumps(folder: Path, ranks: set[int]) -> dict[int, dict[str, Any]]:
+def await_dumps(folder: Path, ranks: set[int], since: int = 0) -> dict[int, dict[str, Any]]:
+    """Of these ranks, made after that time of day in nanoseconds."""
     names = {f"ringreduce_rank_{rank}" for rank in ranks}
     until = time.monotonic() + 30.0
-    while time.monotonic() < until and not names <= {p.name for p in folder.iterdir()}:
+    while time.monotonic() < until:
+        if names <= {path.name for path in folder.iterdir()}:
+            dumps = recorder.load(folder)
+            if dumps.keys() == ranks and all(time_of(dump) > since for dump in dumps.values()):
+                return dumps
         time.sleep(0.05)
-    dumps = recorder.load(folder)
-    assert dumps.keys() == ranks
-    return dumps
+    raise AssertionError(f"no dumps of all of {ranks}: {list(folder.iterdir())}")
+
+
+def time_of(dump: dict[str, Any]) -> int:
+    return int(dump["ringreduce"]["time_ns"])
 
 
 def states(dump: dict[str, Any]) -> list[tuple[str, str]]:
@@ -351,15 +360,149 @@ def test_several_ranks_were_in_an_operation(tmp_path: Path) -> None:
     assert last == "Rank 0 had called nothing; rank 1 was in barrier #0 for 8.95e-07 s."
 
 
-def test_dumps_of_an_earlier_attempt_are_left_out(
+def met(dump: dict[str, Any], *meetings: str) -> dict[str, Any]:
+    """The dump with groups that met so; the first one is group "0"."""
+    for number, meeting in enumerate(meetings):
+        dump["ringreduce"]["groups"][str(number)] = {
+            "clock_ahead_ns": 0, "clock_error_ns": 0, "meeting": meeting
+        }  # fmt: skip
+        dump["pg_config"][str(number)] = {"name": "", "desc": "", "ranks": "[0, 1]"}
+    return dump
+
+
+# Each dump with its folder, the meetings of its groups, and its time.
+JOBS = {
+    "of one rank each": ([("", 0, "a", 900), ("", 1, "b", 400)], {0}),
+    "linked by other ranks": (
+        [("", 0, "a", 300), ("", 1, "ab", 200), ("", 2, "bc", 100), ("", 3, "c", 900),
+         ("", 4, "d", 800)], {0, 1, 2, 3},
+    ),
+    "the newest in another folder": ([("", 0, "a", 100), ("earlier/b", 0, "b", 900)], {0}),
+    "in several folders": (
+        [("", 0, "b", 900), ("earlier/b", 1, "b", 500), ("earlier/a", 0, "a", 700),
+         ("earlier/a", 1, "a", 600)], {0, 1},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_the_newest_job_is_judged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    dumps, ranks = JOBS[name]
+    for folder, rank, meetings, now in dumps:
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        dump = met(a_dump(rank, now * 10**9, job="sweep"), *meetings)
+        prefix = "rank_" if folder else "ringreduce_rank_"
+        (tmp_path / folder / f"{prefix}{rank}").write_bytes(pickle.dumps(dump))
+    found = recorder.load(tmp_path)
+    assert found.keys() == ranks
+    assert max(map(time_of, found.values())) == 900 * 10**9
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(
+        r"left out what ranks? \d.* of job sweep dumped until 1970-01-01 .* in /", line
+    )
+
+
+def test_dumps_without_groups_are_told_apart_by_what_else_is_known(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """An attempt of torchrun; and the last groups of a process that has left them."""
     dumps = [a_dump(0, 900, ("barrier", "running", 5)), a_dump(1, 400, ("barrier", "failed", 6))]
     dumps[0]["ringreduce"]["attempt"] = 1
     save(tmp_path, *dumps)
     assert list(recorder.load(tmp_path)) == [0]
-    assert "left out what rank 1 dumped" in capsys.readouterr().err
+    assert "left out what rank 1 of job train.py dumped until" in capsys.readouterr().err
     assert "rank 1 left no dump" in explained(tmp_path)[0]
+    dumps[1]["ringreduce"] |= {"groups": {}, "met": ["a"]}
+    dumps[1]["entries"] = []
+    save(tmp_path, met(dumps[0], "a"), dumps[1])
+    assert list(recorder.load(tmp_path)) == [0, 1]
+
+
+def test_of_two_dumps_of_a_rank_the_newer_one_counts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(tmp_path, met(a_dump(0, 900), "a"))
+    (tmp_path / "earlier").mkdir()
+    save(tmp_path / "earlier", met(a_dump(0, 800), "a"))
+    assert time_of(recorder.load(tmp_path)[0]) == 900
+    (line,) = capsys.readouterr().err.splitlines()
+    assert (
+        line
+        == f"left out: {tmp_path}/earlier/ringreduce_rank_0 is older than another dump of rank 0"
+    )
+
+
+def fail_in_a_sweep(me: Rank, last: int) -> None:
+    dist.all_reduce(torch.ones(3))
+    if me.rank == last:
+        dist.reduce(torch.ones(100), 0)
+    dist.all_reduce(torch.ones(100))
+
+
+def test_jobs_of_a_sweep_share_a_folder(
+    pool: Pool, world: MakeWorld, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the first one left is moved as a whole, and torch reads both."""
+
+    def run(size: int) -> dict[int, dict[str, Any]]:
+        group, begun = world(size, timeout=8.0, DUMP=str(tmp_path)), time.time_ns()
+        call = pool.start(fail_in_a_sweep, group, size - 1, remade=True)
+        expect_all(call.outcomes(), set(), "Mismatch", {size - 1})
+        return await_dumps(tmp_path, set(range(size)), begun)
+
+    first = run(3)
+    (meeting,) = {dump["ringreduce"]["groups"]["0"]["meeting"] for dump in first.values()}
+    for path in tmp_path.iterdir():
+        os.utime(path, (1, 1))
+    second = run(2)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "earlier", "ringreduce_rank_0", "ringreduce_rank_1"
+    }  # fmt: skip
+    aside = tmp_path / "earlier" / meeting
+    assert {path.name for path in aside.iterdir()} == {f"rank_{rank}" for rank in range(3)}
+    capsys.readouterr()
+    for folder, dumps in ((tmp_path, second), (aside, first)):
+        cause, _, _ = explained(folder)
+        ranks = ranks_text(range(len(dumps) - 1))
+        assert f"{ranks} called all_reduce" in cause, cause
+        again = recorder.load(folder)
+        assert {r: time_of(d) for r, d in again.items()} == {
+            r: time_of(d) for r, d in dumps.items()
+        }
+        assert "has errors" in traced(folder)
+    assert "left out what ranks 0-2 of job " in capsys.readouterr().err
+
+
+def dump_beside(me: Rank, folder: str) -> str:
+    with pytest.raises(FileExistsError) as raised:
+        ringreduce.dump_records(folder)
+    return str(raised.value)
+
+
+def test_a_dump_waits_for_no_fifo(pool: Pool, world: MakeWorld, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "ringreduce_rank_0")
+    os.mkfifo(tmp_path / "ringreduce_rank_1")
+    os.utime(tmp_path / "ringreduce_rank_1", (1, 1))
+    (text,) = pool.start(dump_beside, world(1), str(tmp_path), remade=True).results()
+    assert text.startswith(f"{tmp_path}/ringreduce_rank_0 is no file")
+
+
+def test_only_older_dumps_of_other_jobs_make_way(tmp_path: Path) -> None:
+    """Those of ranks that fail with this one need not be read."""
+    old = [met(a_dump(rank, 900), 32 * text) for rank, text in enumerate("aaba")]
+    save(tmp_path, *old)
+    (tmp_path / "ringreduce_rank_9").write_bytes(b"damaged")
+    for rank in (1, 2, 9):
+        os.utime(tmp_path / f"ringreduce_rank_{rank}", (1, 1))
+    observer._make_way(str(tmp_path / "ringreduce_rank_0"), met(a_dump(0, 950), 32 * "b"))
+    names = {path.name for path in tmp_path.iterdir() if path.is_file()}
+    assert names == {f"ringreduce_rank_{rank}" for rank in (2, 3, 9)}
+    assert {path.name for path in (tmp_path / "earlier" / (32 * "a")).iterdir()} == {
+        "rank_0",
+        "rank_1",
+    }
 
 
 # ---- damaged files

@@ -14,6 +14,7 @@ and a thread makes the dump of them; the process does not end before it is writt
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import io
 import itertools
@@ -45,6 +46,9 @@ from ringreduce.observe.record import Record, parse
 PREFIX = "ringreduce_rank_"  # of the files' names; the rank follows
 FOLDER, SIGNAL = "RINGREDUCE_DUMP", "RINGREDUCE_DUMP_SIGNAL"
 DEFAULT_FOLDER = "ringreduce-dump"
+# A folder beside them for the dumps of other jobs.  There torchfrtrace must not find their name, as
+# it looks into all folders.
+EARLIER, EARLIER_PREFIX = "earlier", "rank_"
 
 # The version of torch's format, which torchfrtrace wants to be the same on all ranks.
 _VERSION = "2.10"
@@ -67,6 +71,7 @@ _LIBRARIES = [
     "<frozen",
     *(os.path.dirname(module.__file__ or "") + os.sep for module in (os, torch, errors)),
 ]
+_MOST_BYTES = 1 << 27  # of a dump
 _GRACE = 10.0  # seconds that the end of a process waits for a dump
 # Seconds between two looks at the groups, for failures that no call of this rank meets.
 _LOOK = 0.1
@@ -84,6 +89,7 @@ class _Group:
 
     name: str
     desc: str
+    meeting: str
     ranks: list[int]
     rank: int
     raw: bytes
@@ -110,6 +116,7 @@ def _copy(group: dist.ProcessGroup, backend: Backend) -> _Group | None:
         return _Group(
             name=group.group_name,
             desc=group.group_desc,
+            meeting=core.meeting(backend),
             ranks=sorted(numbers, key=numbers.__getitem__),
             rank=group.rank(),
             raw=core.records(backend, 0),
@@ -235,6 +242,7 @@ def _document(groups: list[_Group], about: dict[str, Any]) -> dict[str, Any]:
             "groups": {
                 group.name: {
                     "rank": group.rank,
+                    "meeting": group.meeting,
                     "failed": group.failed,
                     "clock_ahead_ns": group.clock[0],
                     "clock_error_ns": group.clock[1],
@@ -292,7 +300,7 @@ _FRAMES = [{"name": str, "filename": str, "line": (int, type(None))}]
 _ERROR = {"type": str, "text": str, "of_a_group": bool, "time_ns": natural, "frames?": _FRAMES}
 _OF_A_GROUP = {"group": str, "rank": (int, type(None))}
 _CONFIG = {"desc": str, "ranks": _is_ranks}
-_CLOCK = {"clock_ahead_ns": _signed, "clock_error_ns": _signed}
+_GROUP = {"clock_ahead_ns": _signed, "clock_error_ns": _signed, "meeting?": str}
 _ENTRY = {
     "process_group": lambda value: isinstance(value, tuple) and len(value) == 2,
     "ringreduce": dict.fromkeys(("kind", "dtype", "op", "codec", "state"), str)
@@ -305,7 +313,7 @@ _DUMP = {
     "ringreduce": dict.fromkeys(("host", "job", "program"), str)
     | dict.fromkeys(("rank", "world_size", "attempt", "pid", "time_ns"), natural)
     | {"monotonic_ns": natural, "libraries": [str], "stacks": dict, "groups": dict}
-    | {"error": (dict, type(None))},
+    | {"error": (dict, type(None)), "met?": [str]},
 }
 
 
@@ -318,7 +326,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         Damaged: it is none, or more than its entries is damaged.
     """
-    data = contents(path, 1 << 27)
+    data = contents(path, _MOST_BYTES)
     try:
         dump: dict[str, Any] = _Plain(io.BytesIO(data)).load()
         check(dump, _DUMP)
@@ -328,8 +336,8 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
             check(about["error"], what, "ringreduce.error")
         for frames in itertools.islice(about["stacks"].values(), 1):  # no other one is asked for
             check(frames, _FRAMES, "ringreduce.stacks")
-        for name, clock in about["groups"].items():
-            check(clock, _CLOCK, f"ringreduce.groups.{name}")
+        for name, facts in about["groups"].items():
+            check(facts, _GROUP, f"ringreduce.groups.{name}")
             check(dump["pg_config"].get(name), _CONFIG, f"pg_config.{name}")
     except Exception as error:
         why = error if isinstance(error, Damaged) else f"{type(error).__name__}: {error}"
@@ -344,6 +352,23 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
         except Damaged as error:
             dump["damaged"].append(str(error))
     return dump
+
+
+def meetings_of(dump: dict[str, Any]) -> list[str]:
+    """What dumps of one job have in common with others of it, and with none of another job.
+
+    Args:
+        dump: as of `read`, or about to be written.
+
+    Returns:
+        The meetings of its groups; of the last ones that there were, if there are none; else one
+        text for the launcher's job, the world size and the attempt.
+    """
+    about = dump["ringreduce"]
+    met = [facts.get("meeting") for facts in about["groups"].values()]
+    met += about.get("met", ())
+    named = f"{about['job']}-{about['world_size']}-{about['attempt']}"
+    return [meeting for meeting in met if meeting] or [named]
 
 
 # ---- what is told of the process
@@ -364,9 +389,19 @@ def _stacks() -> dict[str, list[dict[str, Any]]]:
             for t in threads if t.ident in running}  # fmt: skip
 
 
+_met: list[str] = []  # the meetings of the groups that were there last
+
+
+def _note_meetings() -> None:
+    global _met
+    with contextlib.suppress(RuntimeError):  # torch has destroyed one meanwhile
+        _met = [extension().meeting(backend) for _, backend in _live_groups()] or _met
+
+
 def _about(reason: str, error: dict[str, Any] | None) -> dict[str, Any]:
     from ringreduce import __version__  # found once the package is loaded
 
+    _note_meetings()
     known = dist.is_initialized()
     rank = dist.get_rank() if known else int(os.environ.get("RANK") or 0)
     size = dist.get_world_size() if known else int(os.environ.get("WORLD_SIZE") or 1)
@@ -381,6 +416,7 @@ def _about(reason: str, error: dict[str, Any] | None) -> dict[str, Any]:
         "launcher": launcher,
         "job": job,
         "attempt": int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0),
+        "met": _met,
         "reason": reason,
         "time_ns": time.time_ns(),
         "monotonic_ns": time.monotonic_ns(),
@@ -419,6 +455,37 @@ def _first_failure() -> dict[str, Any] | None:
     return min(found, key=lambda error: error["time_ns"], default=None)
 
 
+def _make_way(path: str, document: dict[str, Any]) -> None:
+    """Moves what other jobs have left in the folder of a dump, so that it is not lost or mixed up.
+
+    The files of other ranks are left there for some seconds, as most are of ranks that fail now.
+    """
+    (folder, mine), own = os.path.split(path), meetings_of(document)
+    for name in os.listdir(folder):
+        other, rank = os.path.join(folder, name), name.removeprefix(PREFIX)
+        if not name.startswith(PREFIX) or not rank.isdecimal():
+            continue
+        with contextlib.suppress(OSError, Damaged):  # no dump, or gone meanwhile
+            seen = os.stat(other)
+            if name != mine and time.time() - seen.st_mtime < _GRACE:
+                continue
+            data = contents(other, _MOST_BYTES)
+            if any(meeting.encode() in data for meeting in own):
+                continue  # without reading it all
+            theirs = meetings_of(read(other))
+            if not set(own).isdisjoint(theirs):
+                continue
+            aside = os.path.join(folder, EARLIER, re.sub(r"[^\w-]", "_", theirs[0])[:64])
+            os.makedirs(aside, exist_ok=True)
+            taken = os.path.join(
+                aside, f".{rank}.by.{os.path.basename(path)[len(PREFIX) :]}.moving"
+            )
+            os.rename(other, taken)
+            is_seen = other == path or os.stat(taken).st_ino == seen.st_ino
+            # Else its rank has just written a new one.
+            os.rename(taken, os.path.join(aside, EARLIER_PREFIX + rank) if is_seen else other)
+
+
 def _take(
     folder: str | os.PathLike[str], reason: str, error: dict[str, Any] | None = None
 ) -> tuple[str, Any]:
@@ -437,6 +504,7 @@ def _take(
             os.makedirs(folder, exist_ok=True)
             with replacing(path, "wb") as file:
                 pickle.dump(document, file)
+                _make_way(path, document)
 
     return path, write
 
@@ -577,6 +645,7 @@ def _look() -> None:
     """
     looks: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
     while os.environ.get(FOLDER) and not _stop.wait(_LOOK):
+        _note_meetings()
         for group, backend in _live_groups():
             try:
                 if group in _told_of or not extension().has_failed(backend):

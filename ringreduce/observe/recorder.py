@@ -8,16 +8,18 @@ status is 0 if a cause was found, 1 if none was, and 2 if the dumps cannot be re
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
 from ringreduce._files import Damaged
 from ringreduce._words import listed, ranks_text
-from ringreduce.observe.dump import PREFIX, read
+from ringreduce.observe.dump import EARLIER_PREFIX, PREFIX, meetings_of, read
 
 Dump = dict[str, Any]
 
@@ -34,6 +36,38 @@ def _say(text: str, file: TextIO | None = None) -> None:
     print(line.encode(encoding, "backslashreplace").decode(encoding), file=file)
 
 
+def _paths(folder: str | Path) -> Iterator[tuple[str, int]]:
+    """What is named like a dump in a folder and two levels below, and the rank in the name."""
+
+    def tell(error: OSError) -> None:
+        _say(f"left out: {error.filename} cannot be read: {error.strerror}", sys.stderr)
+
+    top = os.path.join(folder, "")
+    for at, folders, files in os.walk(top, onerror=tell):
+        for name in sorted(folders + files):
+            if known := re.fullmatch(f"(?:{PREFIX}|{EARLIER_PREFIX})([0-9]{{1,18}})", name):
+                yield os.path.join(at, name), int(known[1])
+        folders[:] = sorted(folders) if at[len(top) :].count(os.sep) < 1 else []
+
+
+def _jobs(dumps: Iterable[Dump]) -> list[list[Dump]]:
+    """The dumps of each job, the newest job and its newest dump first."""
+    jobs: list[tuple[set[str], list[Dump]]] = []
+    for dump in dumps:
+        meetings, members = set(meetings_of(dump)), [dump]
+        for other in [job for job in jobs if job[0] & meetings]:
+            jobs.remove(other)
+            meetings |= other[0]
+            members += other[1]
+        jobs.append((meetings, members))
+    found = [sorted(members, key=_time_of, reverse=True) for _, members in jobs]
+    return sorted(found, key=lambda members: _time_of(members[0]), reverse=True)
+
+
+def _time_of(dump: Dump) -> int:
+    return int(dump["ringreduce"]["time_ns"])
+
+
 def load(folder: str | Path) -> dict[int, Dump]:
     """Reads the dumps in a folder.
 
@@ -41,47 +75,43 @@ def load(folder: str | Path) -> dict[int, Dump]:
         folder: that of RINGREDUCE_DUMP, or of dump_records.
 
     Returns:
-        The dumps by rank, of the newest attempt.  What is damaged, and dumps of another attempt (a
-        restart, another job or world size), are left out, with a line on stderr.
+        The dumps by rank, of the newest job.  Other jobs, and what is damaged, are left out, with a
+        line on stderr.
 
     Raises:
         ValueError: there is no dump that can be read.
-        OSError: nor can the folder.
     """
-    dumps: dict[int, Dump] = {}
-    for path in sorted(Path(folder).iterdir()):
-        name = re.fullmatch(f"{PREFIX}([0-9]{{1,18}})", path.name)
-        if name is None:
-            continue
+    found = []
+    for path, rank in _paths(folder):
         try:
             dump = read(path)
-            rank = dump["ringreduce"]["rank"]
-            if rank != int(name[1]):
-                raise Damaged(f"{path} is of rank {rank}, not of rank {name[1]}")
-            dumps[rank] = dump
+            if (of := dump["ringreduce"]["rank"]) != rank:
+                raise Damaged(f"{path} is of rank {of}, not of rank {rank}")
         except Damaged as error:
             _say(f"left out: {error}", sys.stderr)
             continue
         if wrong := dump["damaged"]:
             total = len(wrong) + len(dump["entries"])
             _say(f"{len(wrong)} of {total} records are left out of {path}: {wrong[0]}", sys.stderr)
-    if not dumps:
+        found.append(dump | {"path": path})
+    if not found:
         raise ValueError(
             f"{folder} has no file {PREFIX}0 or the like: no rank has left a dump that can be read"
         )
-    newest = _attempt(max(dumps.values(), key=lambda dump: int(dump["ringreduce"]["time_ns"])))
-    earlier = [rank for rank, dump in dumps.items() if _attempt(dump) != newest]
-    if earlier:
-        print(
-            f"left out what {ranks_text(earlier)} dumped in another attempt or job",
-            file=sys.stderr,
-        )
-    return {rank: dumps[rank] for rank in sorted(dumps) if rank not in earlier}
-
-
-def _attempt(dump: Dump) -> tuple[Any, ...]:
-    about = dump["ringreduce"]
-    return about["job"], about["world_size"], about["attempt"]
+    newest, *others = _jobs(found)
+    for job in others:
+        about = job[0]["ringreduce"]
+        name = about["job"] or os.path.basename(about["program"])
+        until = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(_time_of(job[0]) / 1e9))
+        ranks = ranks_text({dump["ringreduce"]["rank"] for dump in job})
+        places = listed(sorted({os.path.dirname(dump["path"]) for dump in job}))
+        _say(f"left out what {ranks} of job {name} dumped until {until} in {places}", sys.stderr)
+    dumps: dict[int, Dump] = {}
+    for dump in newest:
+        rank = dump["ringreduce"]["rank"]
+        if dumps.setdefault(rank, dump) is not dump:
+            _say(f"left out: {dump['path']} is older than another dump of rank {rank}", sys.stderr)
+    return dict(sorted(dumps.items()))
 
 
 # ---- words
@@ -452,7 +482,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         dumps = load(options.folder)
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         _say(f"{parser.prog}: {error}", sys.stderr)
         return 2
     finding = find(dumps)
