@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import os
 import pickle
@@ -29,6 +30,7 @@ import ringreduce
 from ringreduce._words import ranks_text
 from ringreduce.observe import dump as observer
 from ringreduce.observe import recorder
+from ringreduce.observe.record import Record
 
 ANALYSER = "torch.distributed.flight_recorder"
 
@@ -292,7 +294,14 @@ def a_dump(rank: int, now: int, *calls: tuple[str, str, int], **facts: Any) -> d
         {
             "process_group": ("0", "default_pg"),
             "ringreduce": common
-            | {"sequence": n, "kind": kind, "state": state, "arrived_ns": begun, "done_ns": begun},
+            | {
+                "group": "0",
+                "sequence": n,
+                "kind": kind,
+                "state": state,
+                "arrived_ns": begun,
+                "done_ns": begun,
+            },
         }
         for n, (kind, state, begun) in enumerate(calls)
     ]
@@ -496,13 +505,97 @@ def test_only_older_dumps_of_other_jobs_make_way(tmp_path: Path) -> None:
     (tmp_path / "ringreduce_rank_9").write_bytes(b"damaged")
     for rank in (1, 2, 9):
         os.utime(tmp_path / f"ringreduce_rank_{rank}", (1, 1))
-    observer._make_way(str(tmp_path / "ringreduce_rank_0"), met(a_dump(0, 950), 32 * "b"))
+    observer._make_way(str(tmp_path / "ringreduce_rank_0"), [32 * "b"])
+    observer._clear(tmp_path, [32 * "b"])
     names = {path.name for path in tmp_path.iterdir() if path.is_file()}
     assert names == {f"ringreduce_rank_{rank}" for rank in (2, 3, 9)}
     assert {path.name for path in (tmp_path / "earlier" / (32 * "a")).iterdir()} == {
         "rank_0",
         "rank_1",
     }
+
+
+# ---- messages and queued operations
+
+
+def a_record(kind: str, number: int, begun: int, root: int = -1, state: str = "done") -> Record:
+    done = begun + 50 if state == "done" else 0
+    return Record(
+        index=number, sequence=number, kind=kind, dtype="float32", op="", bytes=12, root=root,
+        step=0, bucket=0, posted_ns=max(begun, 1), arrived_ns=begun, first_data_ns=begun,
+        done_ns=done, first_ns=begun, median_ns=begun, late=(), known=1, clock_error_ns=0,
+        algorithm="", in_place=False, codec="", state=state,
+    )  # fmt: skip
+
+
+def write_dumps(
+    patch: pytest.MonkeyPatch,
+    folder: Path,
+    records: list[list[Record]],
+    messages: list[list[Record]],
+) -> None:
+    """As ranks of one group write them, at 10 s of the clock."""
+    table = {b"%d" % n: found for n, found in enumerate(records + messages)}
+    patch.setattr(observer, "parse", table.__getitem__)
+    size = len(records)
+    for rank in range(size):
+        group = observer._Group(
+            "0", "default_pg", "a" * 32, list(range(size)), rank,
+            b"%d" % rank, b"%d" % (rank + size), (0, 0), False, 60_000,
+        )  # fmt: skip
+        about = a_dump(rank, 10**10)["ringreduce"] | {"version": "1", "world_size": size}
+        save(folder, observer._document([group], about))
+
+
+def test_messages_are_compared_with_their_other_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By torch's analyser too, in a group of which most ranks take no part."""
+    records = [[a_record("barrier", n, 100 * n + 1) for n in (0, 1)] for _ in range(3)]
+    send, receive = a_record("send", 0, 20, 2), a_record("recv", 0, 30, 0)
+    back = a_record("send", 0, 120, 0), a_record("recv", 0, 120, 2)
+    write_dumps(monkeypatch, tmp_path, records, [[send, back[1]], [], [receive, back[0]]])
+    first = recorder.load(tmp_path)[0]["entries"][1]
+    assert (first["profiling_name"], first["is_p2p"]) == ("nccl:send 0->1", True)
+    assert first["p2p_seq_id"] == first["ringreduce"]["sequence"] == 0
+    assert first["ringreduce"]["root"] == 2
+    text = traced(tmp_path)
+    assert not re.search("error|mismatch|missing|Not all ranks", text, re.IGNORECASE), text
+    assert recorder.find(recorder.load(tmp_path)) is None
+
+    waits = a_record("recv", 1, 300, 0, "running")
+    write_dumps(monkeypatch, tmp_path, records, [[send], [], [receive, waits]])
+    cause, last, where = explained(tmp_path)
+    assert cause == (
+        "Message #1, recv (float32, 3 elements, from rank 0), of group '0' (default_pg) of ranks "
+        "0-2 holds rank 2."
+    )
+    assert "ank 2 was in recv #1 from rank 0 for 10 s" in last
+    assert where.startswith("Look at rank 0, pid 7 on h")
+    text = traced(tmp_path)
+    assert "Not all ranks joining collective, sequence number: 1" in text
+    assert "missing ranks: {0}" in text
+
+
+def test_an_operation_that_waits_for_an_earlier_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank that is in a message is blamed, and what it waits for is told."""
+    records = [[a_record("barrier", 0, 200, state="running")] for _ in range(3)]
+    records[1] = [a_record("barrier", 0, 0, state="queued")]
+    write_dumps(monkeypatch, tmp_path, records, [[], [], []])
+    entry = recorder.load(tmp_path)[1]["entries"][0]
+    assert (entry["state"], entry["retired"]) == ("scheduled", False)
+    assert entry["time_discovered_started_ns"] is None
+    cause, last, _ = explained(tmp_path)
+    assert cause.startswith("Rank 1 did not come in time to operation #0 of group '0'")
+    assert "rank 1 had called barrier #0, which waits for an earlier one." in last
+
+    waits = a_record("recv", 0, 100, 0, "running")
+    write_dumps(monkeypatch, tmp_path, records, [[], [waits], []])
+    cause, last, _ = explained(tmp_path)
+    assert cause.startswith("Rank 1 did not come in time to operation #0 of group '0'")
+    assert "rank 1 was in recv #0 from rank 0 for 10 s." in last
 
 
 # ---- damaged files
@@ -527,7 +620,7 @@ def damaged_values(draw: random.Random, data: bytes) -> bytes:
         container, key = draw.choice(places_of(document))
         kind = draw.randrange(4) if isinstance(container, dict) else 0
         if kind < 2:
-            container[key] = draw.choice(VALUES)
+            container[key] = copy.deepcopy(draw.choice(VALUES))
         elif key in container:
             value = container.pop(key)
             if kind == 2:

@@ -31,6 +31,7 @@ import traceback
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, ClassVar
 
@@ -55,7 +56,8 @@ _VERSION = "2.10"
 # A name of a library that torchfrtrace accepts in all versions of torch.
 _LIBRARY = "nccl"
 _FIELDS = tuple(Record.__annotations__)
-_STATES = {"running": "started", "done": "completed"}
+_STATES = {"running": "started", "done": "completed", "queued": "scheduled"}
+MESSAGES = {"send": "->", "recv": "<-"}  # kinds, and how torch writes them
 # torchfrtrace of 2.11 knows a barrier by NCCL's name alone.
 _KINDS = {
     "sparse all_reduce": "all_reduce",
@@ -93,6 +95,7 @@ class _Group:
     ranks: list[int]
     rank: int
     raw: bytes
+    raw_messages: bytes
     clock: tuple[int, int]
     failed: bool
     timeout_ms: int
@@ -120,6 +123,7 @@ def _copy(group: dist.ProcessGroup, backend: Backend) -> _Group | None:
             ranks=sorted(numbers, key=numbers.__getitem__),
             rank=group.rank(),
             raw=core.records(backend, 0),
+            raw_messages=getattr(core, "messages", lambda *_: b"")(backend, 0),
             clock=core.clock_offset(backend),
             failed=core.has_failed(backend),
             timeout_ms=int(core.timeout_seconds(backend) * 1000),
@@ -157,6 +161,17 @@ def _counts(record: Record, group: _Group) -> tuple[int, int, int]:
     return elements, inputs, outputs
 
 
+def _line(record: Record, group: _Group) -> tuple[str, list[int]]:
+    """The group of two ranks that a message has in torch's format, by its name.
+
+    There torchfrtrace compares each message with its other end, and no rank is missing.  Messages
+    of the other direction have another one: each direction is numbered by itself.
+    """
+    ends = [group.ranks[group.rank], group.ranks[record.root]]
+    way = ends if record.kind == "send" else ends[::-1]
+    return f"{group.name}:{way[0]}->{way[1]}", sorted(ends)
+
+
 def _entry(record: Record, group: _Group, pg_id: int, number: int, wall: int) -> dict[str, Any]:
     """A record as torch has it.  `wall`: nanoseconds from this host's clock to the time of day."""
     elements, inputs, outputs = _counts(record, group)
@@ -170,9 +185,15 @@ def _entry(record: Record, group: _Group, pg_id: int, number: int, wall: int) ->
         else:
             size = len(group.ranks)
             inputs, outputs = min(inputs, outputs * size), min(outputs, inputs * size)
+    name, is_message = group.name, kind in MESSAGES
+    own: dict[str, Any] = {"group": name}
+    if is_message:
+        name, ends = _line(record, group)
+        here = ends.index(group.ranks[group.rank])
+        kind += f" {here}{MESSAGES[kind]}{1 - here}"
     begun = bool(record.arrived_ns)
     failed = "started" if begun else "scheduled"
-    own = {name: getattr(record, name) for name in _FIELDS} | {
+    own |= {name: getattr(record, name) for name in _FIELDS} | {
         "elements": elements,
         "root": group.ranks[record.root] if record.root >= 0 else -1,
         "late": [(group.ranks[rank], nanos) for rank, nanos in record.late],
@@ -180,9 +201,9 @@ def _entry(record: Record, group: _Group, pg_id: int, number: int, wall: int) ->
     return {
         "record_id": number,
         "pg_id": pg_id,
-        "process_group": (group.name, group.desc),
+        "process_group": (name, group.desc),
         "collective_seq_id": record.sequence,
-        "p2p_seq_id": 0,
+        "p2p_seq_id": record.sequence if is_message else 0,
         "op_id": record.index,
         "profiling_name": f"{_LIBRARY}:{kind}",
         "time_created_ns": record.posted_ns + wall,
@@ -194,9 +215,9 @@ def _entry(record: Record, group: _Group, pg_id: int, number: int, wall: int) ->
         "state": _STATES.get(record.state, failed),
         "time_discovered_started_ns": record.arrived_ns + wall if begun else None,
         "time_discovered_completed_ns": record.done_ns + wall if record.state == "done" else None,
-        "retired": record.state != "running",
+        "retired": record.state in ("done", "failed"),
         "timeout_ms": group.timeout_ms,
-        "is_p2p": False,
+        "is_p2p": is_message,
         "thread_id": "",
         "thread_name": "",
         "frames": [],
@@ -208,29 +229,32 @@ def _document(groups: list[_Group], about: dict[str, Any]) -> dict[str, Any]:
     """The dump: torch's format, and `about` and the groups' facts for ringreduce's reader."""
     all_records = [(group, _records_of(group)) for group in groups]
     left_out = {group.name: found[0].index if found else 0 for group, found in all_records}
+    messages = [(group, parse(group.raw_messages)) for group in groups]
     in_order = sorted(
-        ((record, i) for i, (_, found) in enumerate(all_records) for record in found),
+        ((record, i) for found in (all_records, messages) for i, (_, one) in enumerate(found)
+         for record in one),
         key=lambda pair: pair[0].posted_ns,
-    )
+    )  # fmt: skip
+    members = [(group.name, group.desc, group.ranks) for group in groups]
+    for group, found in messages:
+        lines = dict(_line(record, group) for record in found)
+        members += [(name, group.desc, ranks) for name, ranks in lines.items()]
     wall = about["time_ns"] - about["monotonic_ns"]
     # torchfrtrace drops entries with lower numbers than the first one of any rank.
     numbers = itertools.count(sum(left_out.values()))
     status = {}
     for number, (_, found) in enumerate(all_records):
-        last = {
-            "started": [r.sequence for r in found if r.arrived_ns],
-            "completed": [r.sequence for r in found if r.state == "done"],
-            "enqueued": [r.sequence for r in found],
-        }
+        seen = {"started": [r for r in found if r.arrived_ns], "enqueued": found,
+                "completed": [r for r in found if r.state == "done"]}  # fmt: skip
         status[str(number)] = {
-            f"last_{what}_collective": max(seen, default=-1) for what, seen in last.items()
+            f"last_{what}_collective": max((record.sequence for record in which), default=-1)
+            for what, which in seen.items()
         }
     return {
         "version": _VERSION,
         "comm_lib_version": about["version"],
         "pg_config": {
-            group.name: {"name": group.name, "desc": group.desc, "ranks": str(group.ranks)}
-            for group in groups
+            name: {"name": name, "desc": desc, "ranks": str(ranks)} for name, desc, ranks in members
         },
         "pg_status": status,
         "entries": [
@@ -269,23 +293,18 @@ class _Plain(_Unpickler):  # type: ignore[misc]
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"it has an object of {module}.{name}")
 
-    def load_setitem(self) -> None:
-        self._check_keys(self.stack[-2:-1])
-        super().load_setitem()
-
-    def load_setitems(self) -> None:
-        self._check_keys(self.stack[::2])
-        super().load_setitems()
-
-    def _check_keys(self, keys: list[Any]) -> None:
+    def _set(self, items: list[Any]) -> None:
         # The hash of a tuple that shares its parts may take for ever.
-        if not all(isinstance(key, str) for key in keys):
+        if not all(isinstance(key, str) for key in items[::2]):
             raise pickle.UnpicklingError("it has a key that is no text")
+        self.stack[-1].update(zip(items[::2], items[1::2], strict=True))
 
     # What a dump is made of, and the names of objects.
     _codes = b"\x80\x95(.\x94hjN\x88\x89KMJ\x8aG\x8cX}]ae)t\x85\x86\x87" + b"c\x93"
-    dispatch: ClassVar[dict[int, Any]] = {code: _Unpickler.dispatch[code] for code in _codes}
-    dispatch |= {pickle.SETITEM[0]: load_setitem, pickle.SETITEMS[0]: load_setitems}
+    dispatch: ClassVar[dict[int, Any]] = {code: _Unpickler.dispatch[code] for code in _codes} | {
+        pickle.SETITEM[0]: lambda self: self._set([self.stack.pop(-2), self.stack.pop()]),
+        pickle.SETITEMS[0]: lambda self: self._set(self.pop_mark()),
+    }
 
 
 def _signed(value: Any) -> bool:
@@ -301,12 +320,11 @@ _ERROR = {"type": str, "text": str, "of_a_group": bool, "time_ns": natural, "fra
 _OF_A_GROUP = {"group": str, "rank": (int, type(None))}
 _CONFIG = {"desc": str, "ranks": _is_ranks}
 _GROUP = {"clock_ahead_ns": _signed, "clock_error_ns": _signed, "meeting?": str}
-_ENTRY = {
-    "process_group": lambda value: isinstance(value, tuple) and len(value) == 2,
-    "ringreduce": dict.fromkeys(("kind", "dtype", "op", "codec", "state"), str)
+_RECORD = (
+    dict.fromkeys(("group", "kind", "dtype", "op", "codec", "state"), str)
     | dict.fromkeys(("sequence", "elements", "posted_ns", "arrived_ns", "done_ns"), natural)
-    | {"root": _signed},
-}
+    | {"root": _signed}
+)
 _DUMP = {
     "pg_config": dict,
     "entries": list,
@@ -346,8 +364,9 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     entries, dump["entries"] = dump["entries"], []
     for at, entry in enumerate(entries):
         try:
-            check(entry, _ENTRY, f"entries[{at}]")
-            check(entry["process_group"][0], about["groups"].__contains__, f"entries[{at}]'s group")
+            check(entry, {"ringreduce": _RECORD}, f"entries[{at}]")
+            if (name := entry["ringreduce"]["group"]) not in about["groups"]:
+                raise Damaged(f"entries[{at}] is of no group that is there: '{name}'")
             dump["entries"].append(entry)
         except Damaged as error:
             dump["damaged"].append(str(error))
@@ -455,35 +474,32 @@ def _first_failure() -> dict[str, Any] | None:
     return min(found, key=lambda error: error["time_ns"], default=None)
 
 
-def _make_way(path: str, document: dict[str, Any]) -> None:
-    """Moves what other jobs have left in the folder of a dump, so that it is not lost or mixed up.
+def _make_way(path: str, own: list[str]) -> None:
+    """Moves a dump of another job aside, so that none is lost or takes part in this one."""
+    with contextlib.suppress(OSError, Damaged):  # no dump, or gone meanwhile
+        seen, data = os.stat(path), contents(path, _MOST_BYTES)
+        if any(meeting.encode() in data for meeting in own):
+            return  # without a closer look
+        theirs = meetings_of(read(path))
+        if not set(own).isdisjoint(theirs):
+            return
+        folder, name = os.path.split(path)
+        aside = os.path.join(folder, EARLIER, re.sub(r"[^\w-]", "_", theirs[0])[:64])
+        os.makedirs(aside, exist_ok=True)
+        rank = name.removeprefix(PREFIX)
+        taken = os.path.join(aside, f".{rank}.by.{socket.gethostname()}.{os.getpid()}.moving")
+        os.rename(path, taken)
+        is_seen = os.stat(taken).st_ino == seen.st_ino
+        # Else its rank has just written a new one.
+        os.rename(taken, os.path.join(aside, EARLIER_PREFIX + rank) if is_seen else path)
 
-    The files of other ranks are left there for some seconds, as most are of ranks that fail now.
-    """
-    (folder, mine), own = os.path.split(path), meetings_of(document)
-    for name in os.listdir(folder):
-        other, rank = os.path.join(folder, name), name.removeprefix(PREFIX)
-        if not name.startswith(PREFIX) or not rank.isdecimal():
-            continue
-        with contextlib.suppress(OSError, Damaged):  # no dump, or gone meanwhile
-            seen = os.stat(other)
-            if name != mine and time.time() - seen.st_mtime < _GRACE:
-                continue
-            data = contents(other, _MOST_BYTES)
-            if any(meeting.encode() in data for meeting in own):
-                continue  # without reading it all
-            theirs = meetings_of(read(other))
-            if not set(own).isdisjoint(theirs):
-                continue
-            aside = os.path.join(folder, EARLIER, re.sub(r"[^\w-]", "_", theirs[0])[:64])
-            os.makedirs(aside, exist_ok=True)
-            taken = os.path.join(
-                aside, f".{rank}.by.{os.path.basename(path)[len(PREFIX) :]}.moving"
-            )
-            os.rename(other, taken)
-            is_seen = other == path or os.stat(taken).st_ino == seen.st_ino
-            # Else its rank has just written a new one.
-            os.rename(taken, os.path.join(aside, EARLIER_PREFIX + rank) if is_seen else other)
+
+def _clear(folder: str | os.PathLike[str], own: list[str]) -> None:
+    """The same of all dumps in a folder, but of new ones: most are of ranks that fail now."""
+    for path in Path(folder).glob(f"{PREFIX}[0-9]*"):
+        with contextlib.suppress(OSError):
+            if time.time() - path.lstat().st_mtime > _GRACE:
+                _make_way(str(path), own)
 
 
 def _take(
@@ -502,9 +518,11 @@ def _take(
                 return  # a newer one was faster
             _written = number
             os.makedirs(folder, exist_ok=True)
+            own = meetings_of(document)
             with replacing(path, "wb") as file:
                 pickle.dump(document, file)
-                _make_way(path, document)
+                _make_way(path, own)
+            _clear(folder, own)
 
     return path, write
 

@@ -19,11 +19,11 @@ from typing import Any, TextIO
 
 from ringreduce._files import Damaged
 from ringreduce._words import listed, ranks_text
-from ringreduce.observe.dump import EARLIER_PREFIX, PREFIX, meetings_of, read
+from ringreduce.observe.dump import EARLIER_PREFIX, MESSAGES, PREFIX, meetings_of, read
 
 Dump = dict[str, Any]
 
-_ROOTS = {"reduce": "to", "gather": "to"}
+_ROOTS = {"reduce": "to", "gather": "to", "send": "to"}
 # Ranks may give these other numbers of elements, or the records do not tell that they may not.
 _UNEVEN = ("all_to_all",)
 
@@ -148,7 +148,16 @@ class _Call:
 
     @property
     def name(self) -> str:
-        return f"{self.own['kind']} #{self.own['sequence']}"
+        name = f"{self.own['kind']} #{self.own['sequence']}"
+        return f"{name} {self.root}" if self.is_message else name
+
+    @property
+    def is_message(self) -> bool:
+        return self.own["kind"] in MESSAGES
+
+    @property
+    def root(self) -> str:
+        return f"{_ROOTS.get(self.own['kind'], 'from')} rank {self.own['root']}"
 
     @property
     def about(self) -> str:
@@ -159,7 +168,7 @@ class _Call:
             words += [own["dtype"], f"{own['elements']} elements"]
         words += [word for word in (own["op"], own["codec"]) if word]
         if own["root"] >= 0:
-            words.append(f"{_ROOTS.get(own['kind'], 'from')} rank {own['root']}")
+            words.append(self.root)
         return f"{own['kind']} ({', '.join(words)})" if words else str(own["kind"])
 
     @property
@@ -171,13 +180,13 @@ class _Call:
     @property
     def came(self) -> bool:
         """Whether it began to run, and not only after the group had failed."""
-        return self.own["state"] != "failed" or bool(self.own["arrived_ns"])
+        return self.own["state"] in ("running", "done") or bool(self.own["arrived_ns"])
 
     @property
     def doing(self) -> str:
-        if self.own["state"] == "done":
-            return f"had ended {self.name}"
-        return f"{'was' if self.own['state'] == 'running' else 'failed'} in {self.name}"
+        words = {"done": "had ended {}", "running": "was in {}",
+                 "queued": "had called {}, which waits for an earlier one"}  # fmt: skip
+        return words.get(self.own["state"], "failed in {}").format(self.name)
 
 
 @dataclass
@@ -185,13 +194,14 @@ class _Group:
     """A group of the job as far as the dumps know it: calls by rank and number.
 
     `to_common`: what makes the times of each rank comparable; `dumped`: when each rank dumped, so;
-    `unsure`: ranks with records that are damaged.
+    `unsure`: ranks with records that are damaged.  `messages` are by rank.
     """
 
     name: str
     desc: str
     ranks: list[int]
     calls: dict[int, dict[int, _Call]] = field(default_factory=dict)
+    messages: dict[int, list[_Call]] = field(default_factory=dict)
     to_common: dict[int, int] = field(default_factory=dict)
     dumped: dict[int, int] = field(default_factory=dict)
     unsure: set[int] = field(default_factory=set)
@@ -200,6 +210,10 @@ class _Group:
     def title(self) -> str:
         desc = "" if self.desc in ("", "undefined", self.name) else f" ({self.desc})"
         return f"group '{self.name}'{desc} of {ranks_text(self.ranks)}"
+
+    def all_of(self, rank: int) -> list[_Call]:
+        """The operations and messages of a rank."""
+        return [*self.calls.get(rank, {}).values(), *self.messages.get(rank, [])]
 
     @property
     def silent(self) -> list[int]:
@@ -225,15 +239,20 @@ def _groups_of(dumps: dict[int, Dump]) -> list[_Group]:
             ranks = [int(word) for word in config["ranks"].strip("[]").split(",")]
             key = name, config["ranks"]
             here[name] = groups.setdefault(key, _Group(name, config["desc"], ranks))
-            here[name].calls[rank] = {}
+            here[name].calls[rank], here[name].messages[rank] = {}, []
             here[name].to_common[rank] = _to_common_clock(dumps, name, about)
             here[name].dumped[rank] = about["monotonic_ns"] + here[name].to_common[rank]
             here[name].unsure.update([rank] if dump.get("damaged") else [])
         for entry in dump["entries"]:
-            group, own = here[entry["process_group"][0]], entry["ringreduce"]
+            own = entry["ringreduce"]
+            group = here[own["group"]]
             last = max(own["posted_ns"], own["arrived_ns"], own["done_ns"])
             began = own["arrived_ns"] + group.to_common[rank]
-            group.calls[rank][own["sequence"]] = _Call(own, about["monotonic_ns"] - last, began)
+            call = _Call(own, about["monotonic_ns"] - last, began)
+            if call.is_message:
+                group.messages[rank].append(call)
+            else:
+                group.calls[rank][own["sequence"]] = call
     return list(groups.values())
 
 
@@ -371,16 +390,18 @@ def find(dumps: dict[int, Dump]) -> Finding | None:
         blamed = () if error["rank"] is None else (error["rank"],)
         what = f"{_big(ranks_text([rank]))} raised {error['type']}: {_first(error)}."
         return Finding(what, blamed, error["group"])
-    waiting = [(group, rank, call) for group in groups for rank, calls in group.calls.items()
-               for call in calls.values() if call.own["state"] == "running"]  # fmt: skip
+    waiting = [(group, rank, call) for state in ("running", "queued") for group in groups
+               for rank in group.calls for call in group.all_of(rank)
+               if call.own["state"] == state]  # fmt: skip
     if not waiting:
         return None
     group, _, call = waiting[0]
     inside = [rank for one, rank, other in waiting if one is group and other.name == call.name]
-    where = (
-        f"operation #{call.own['sequence']}, {call.about}, of {group.title} "
-        f"holds {ranks_text(inside)}"
-    )
+    what = "message" if call.is_message else "operation"
+    where = f"{what} #{call.own['sequence']}, {call.about}, of {group.title} "
+    where += f"holds {ranks_text(inside)}"
+    if call.is_message:
+        return Finding(f"{_big(where)}.", (call.own["root"],), group.name)
     if group.silent:
         what = f"{_big(where)}, and {ranks_text(group.silent)} left no dump."
         return Finding(what, tuple(group.silent), group.name)
@@ -397,15 +418,18 @@ def _last(dumps: dict[int, Dump], name: str) -> str:
     said: dict[str, list[int]] = {}
     ages: dict[str, int] = {}
     for rank in sorted({rank for group in groups for rank in group.ranks} or dumps):
-        calls = [c for group in groups for c in group.calls.get(rank, {}).values() if c.came]
+        calls = [call for group in groups for call in group.all_of(rank)]
+        last = min((c for c in calls if c.came), key=lambda call: call.age, default=None)
+        queued = [call for call in calls if call.own["state"] == "queued"]
+        if queued and (last is None or last.own["state"] == "done"):
+            last = min(queued, key=lambda call: int(call.own["sequence"]))
         if rank not in dumps:
             doing = "left no dump"
-        elif not calls:
+        elif last is None:
             doing = "had called nothing"
         else:
-            call = min(calls, key=lambda call: call.age)
-            doing = call.doing
-            if call.own["state"] != "failed":
+            call, doing = last, last.doing
+            if call.own["state"] not in ("failed", "queued"):
                 ages[doing] = max(ages.get(doing, 0), call.age)
         said.setdefault(doing, []).append(rank)
     words = []
