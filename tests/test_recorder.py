@@ -172,30 +172,40 @@ def test_a_killed_rank(pool: Pool, world: MakeWorld, tmp_path: Path) -> None:
     assert "missed FR dumps from ranks ({1})" in text
 
 
-def test_an_error_of_the_program(tmp_path: Path) -> None:
-    """The rank that fails on its own leaves a dump too, though no group raises there."""
+@pytest.mark.parametrize("leaves", [False, True])
+def test_an_error_of_the_program(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], leaves: bool
+) -> None:
+    """The rank that fails on its own leaves a dump too, though no group raises there.
+
+    That it has left its groups before does not make it one of another job.
+    """
     script, folder = tmp_path / "train.py", tmp_path / "dumps"
     script.write_text(
         textwrap.dedent("""
-        import sys, torch, torch.distributed as dist
+        import os, time, torch, torch.distributed as dist
         dist.init_process_group("ringreduce")
 
         def train():
             dist.all_reduce(torch.ones(3))
             if dist.get_rank() == 1:
+                if os.environ["LEAVES"] == "True":
+                    time.sleep(0.5)
+                    dist.destroy_process_group()
                 raise ValueError("no more data")
             dist.all_reduce(torch.ones(100))
 
         train()
         """)
     )
-    done = run_ranks(script, 2, {"RINGREDUCE_DUMP": str(folder)})
+    done = run_ranks(script, 2, {"RINGREDUCE_DUMP": str(folder), "LEAVES": str(leaves)})
     assert [process.returncode for process in done] == [1, 1]
     assert "ValueError: no more data" in done[1].stderr
     assert f"its records are in {folder}/ringreduce_rank_0" in done[0].stderr
     cause, _, where = explained(folder)
     assert cause == "Rank 1 ended with ValueError: no more data."
     assert f"in train ({script}:" in where
+    assert capsys.readouterr().err == ""
 
 
 def call_all(me: Rank, folder: str) -> None:

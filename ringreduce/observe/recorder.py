@@ -342,22 +342,13 @@ def _lost(group: _Group, error: Dump) -> Finding | None:
     if error["type"] != "PeerLost" or error["rank"] is None:
         return None
     rank = error["rank"]
-    numbers = [n for calls in group.calls.values() for n, c in calls.items()
-               if c.own["state"] != "done"]  # fmt: skip
-    call = "" if not numbers else next(
-        f" in operation #{min(numbers)}, {calls[min(numbers)].about},"
-        for calls in group.calls.values() if min(numbers) in calls
-    )  # fmt: skip
+    open_calls = {n: call for calls in group.calls.values() for n, call in calls.items()
+                  if call.own["state"] != "done"}  # fmt: skip
+    number = min(open_calls, default=-1)
+    call = "" if number < 0 else f" in operation #{number}, {open_calls[number].about},"
     dump = "" if rank not in group.silent else " and left no dump"
     what = f"{_big(ranks_text([rank]))} was lost{call} of {group.title}{dump}: {_first(error)}."
     return Finding(what, (rank,), group.name)
-
-
-def _errors_of(dumps: dict[int, Dump]) -> list[tuple[int, Dump]]:
-    """Ranks and their errors, the first one first."""
-    found = [(rank, error) for rank, dump in dumps.items()
-             if (error := dump["ringreduce"]["error"])]  # fmt: skip
-    return sorted(found, key=lambda pair: pair[1]["time_ns"])
 
 
 def find(dumps: dict[int, Dump]) -> Finding | None:
@@ -369,7 +360,8 @@ def find(dumps: dict[int, Dump]) -> Finding | None:
     Returns:
         The cause; None if all operations have ended and no rank has an error.
     """
-    told = _errors_of(dumps)
+    found = ((rank, dump["ringreduce"]["error"]) for rank, dump in dumps.items())
+    told = sorted((pair for pair in found if pair[1]), key=lambda pair: pair[1]["time_ns"])
     for rank, error in told:
         # What others were told of that rank came of it.
         if not error["of_a_group"] and (error is told[0][1] or rank == told[0][1].get("rank")):
@@ -382,9 +374,9 @@ def find(dumps: dict[int, Dump]) -> Finding | None:
     for group in groups:
         here = [error for _, error in told if error["group"] == group.name]
         lost = [_lost(group, error) for error in here[:1]]
-        for found in (_mismatch(group), *lost, _missing(group)):
-            if found is not None:
-                return found
+        for finding in (_mismatch(group), *lost, _missing(group)):
+            if finding is not None:
+                return finding
     if told:
         rank, error = told[0]
         blamed = () if error["rank"] is None else (error["rank"],)
