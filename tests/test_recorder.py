@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -515,14 +516,34 @@ def test_only_older_dumps_of_other_jobs_make_way(tmp_path: Path) -> None:
     (tmp_path / "ringreduce_rank_9").write_bytes(b"damaged")
     for rank in (1, 2, 9):
         os.utime(tmp_path / f"ringreduce_rank_{rank}", (1, 1))
-    observer._make_way(str(tmp_path / "ringreduce_rank_0"), [32 * "b"])
-    observer._clear(tmp_path, [32 * "b"])
+    observer._save(str(tmp_path / "ringreduce_rank_0"), met(a_dump(0, 950), 32 * "b"))
     names = {path.name for path in tmp_path.iterdir() if path.is_file()}
-    assert names == {f"ringreduce_rank_{rank}" for rank in (2, 3, 9)}
+    assert names == {f"ringreduce_rank_{rank}" for rank in (0, 2, 3, 9)}
     assert {path.name for path in (tmp_path / "earlier" / (32 * "a")).iterdir()} == {
         "rank_0",
         "rank_1",
     }
+
+
+def test_two_jobs_that_fail_at_once_lose_nothing(tmp_path: Path) -> None:
+    meet = threading.Barrier(2)
+
+    def run(text: str) -> None:
+        for number in range(40):
+            (tmp_path / str(number)).mkdir(exist_ok=True)
+            meet.wait(30.0)
+            path = tmp_path / str(number) / "ringreduce_rank_0"
+            observer._save(str(path), met(a_dump(0, 900), 32 * text))
+
+    jobs = [threading.Thread(target=run, args=(text,)) for text in "ab"]
+    for job in jobs:
+        job.start()
+    for job in jobs:
+        job.join()
+    for number in range(40):
+        paths = (tmp_path / str(number)).rglob("*rank_0")
+        found = {observer.meetings_of(observer.read(path))[0][0] for path in paths}
+        assert found == {"a", "b"}, number
 
 
 # ---- messages and queued operations

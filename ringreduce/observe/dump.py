@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import functools
 import io
 import itertools
@@ -474,6 +475,24 @@ def _first_failure() -> dict[str, Any] | None:
     return min(found, key=lambda error: error["time_ns"], default=None)
 
 
+@contextlib.contextmanager
+def _alone(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """Keeps others from writing a dump there, for a second at most, where locks are known."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    until = time.monotonic() + 1.0
+    try:
+        with contextlib.suppress(OSError):  # it has none
+            while time.monotonic() < until:
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    time.sleep(0.01)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def _make_way(path: str, own: list[str]) -> None:
     """Moves a dump of another job aside, so that none is lost or takes part in this one."""
     with contextlib.suppress(OSError, Damaged):  # no dump, or gone meanwhile
@@ -494,12 +513,18 @@ def _make_way(path: str, own: list[str]) -> None:
         os.rename(taken, os.path.join(aside, EARLIER_PREFIX + rank) if is_seen else path)
 
 
-def _clear(folder: str | os.PathLike[str], own: list[str]) -> None:
-    """The same of all dumps in a folder, but of new ones: most are of ranks that fail now."""
-    for path in Path(folder).glob(f"{PREFIX}[0-9]*"):
+def _save(path: str, document: dict[str, Any]) -> None:
+    """Writes a dump in the place of an older one."""
+    folder, own, data = os.path.dirname(path), meetings_of(document), pickle.dumps(document)
+    os.makedirs(folder, exist_ok=True)
+    with _alone(folder), replacing(path, "wb") as file:
+        file.write(data)
+        _make_way(path, own)
+    # Of the other files most are of ranks that fail now.
+    for other in Path(folder).glob(f"{PREFIX}[0-9]*"):
         with contextlib.suppress(OSError):
-            if time.time() - path.lstat().st_mtime > _GRACE:
-                _make_way(str(path), own)
+            if time.time() - other.lstat().st_mtime > _GRACE:
+                _make_way(str(other), own)
 
 
 def _take(
@@ -517,12 +542,7 @@ def _take(
             if number < _written:
                 return  # a newer one was faster
             _written = number
-            os.makedirs(folder, exist_ok=True)
-            own = meetings_of(document)
-            with replacing(path, "wb") as file:
-                pickle.dump(document, file)
-                _make_way(path, own)
-            _clear(folder, own)
+            _save(path, document)
 
     return path, write
 
