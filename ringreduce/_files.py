@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import os
 import reprlib
+import secrets
 import stat
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, BinaryIO
@@ -72,11 +72,12 @@ def replacing(path: str | os.PathLike[str], mode: str = "w") -> Iterator[IO[Any]
     path = Path(path)
     if path.is_dir() or (path.exists() and not path.is_file()):
         raise FileExistsError(f"{path} is no file: nothing is written in its place")
-    descriptor, unfinished = tempfile.mkstemp(".unfinished", ".", path.parent or ".")
+    # tempfile makes files for their owner alone, and the mask is that of all threads.  The name is
+    # not the file's, which other readers of the folder may look for.
+    unfinished = path.with_name(f".{secrets.token_hex(8)}.unfinished")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    descriptor = os.open(unfinished, flags, 0o666)
     try:
-        mask = os.umask(0)
-        os.umask(mask)
-        os.fchmod(descriptor, 0o666 & ~mask)
         with os.fdopen(descriptor, mode) as file:
             yield file
         os.replace(unfinished, path)
