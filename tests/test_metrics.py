@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import logging
 import os
+import random
+import re
+import resource
+import shutil
 import socket
+import stat
 import time
 import urllib.request
 from collections import defaultdict
@@ -21,6 +28,7 @@ from pool import Pool, Rank, on_ranks, run_ranks
 from processes import wait_until
 
 import ringreduce
+from ringreduce._backend import extension, job_name
 from ringreduce.observe import metrics, top
 from ringreduce.observe.metrics import Status, statuses
 
@@ -43,7 +51,7 @@ def test_the_counts_are_those_of_the_records(rank: Rank) -> None:
     if rank.rank == 2:
         time.sleep(0.2)
     dist.all_reduce(ones)
-    (status,) = statuses([metrics.text().decode()])
+    (status,) = statuses(metrics.text())
     done = [*ringreduce.records(), *(ringreduce.records(group) if rank.rank != 1 else [])]
     assert status.rank == rank.rank
     assert (status.host, status.pid) == (socket.gethostname(), os.getpid())
@@ -66,13 +74,13 @@ def test_an_operation_that_runs_or_fails_is_told(rank: Rank) -> None:
         work = dist.all_reduce(torch.ones(10), async_op=True)
 
         def runs() -> bool:
-            (status,) = statuses([metrics.text().decode()])
+            (status,) = statuses(metrics.text())
             return status.running == {"0": "all_reduce #1"} and status.running_seconds["0"] > 0.1
 
         assert wait_until(runs)
         with pytest.raises(ringreduce.Timeout):
             work.wait()
-        (status,) = statuses([metrics.text().decode()])
+        (status,) = statuses(metrics.text())
         assert (status.operations, status.failed, status.running) == (1, 1, {})
 
 
@@ -83,7 +91,7 @@ def test_ranks_in_metrics_are_global_ones(rank: Rank) -> None:
         dist.all_reduce(torch.ones(1), group=group)
         time.sleep(0.1 if rank.rank == 2 else 0)
         dist.all_reduce(torch.ones(1), group=group)
-    (status,) = statuses([metrics.text().decode()])
+    (status,) = statuses(metrics.text())
     if rank.rank == 1:
         assert status.waited[2] > 0.05
         assert status.done[group.group_name] == 2
@@ -137,6 +145,36 @@ def test_scalars_of_each_step(rank: Rank) -> None:
         assert dict(points["ringreduce/waiting_for_rank_1_ms"])[steps[2]] > 100
 
 
+@on_ranks(1, remade=True)
+def test_an_error_of_a_writer_ends_no_step(rank: Rank) -> None:
+    class Writer:
+        def __init__(self) -> None:
+            self.broken, self.tags = True, []  # type: tuple[bool, list[str]]
+
+        def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
+            if self.broken:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            self.tags.append(tag)
+
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ringreduce").addHandler(handler)
+    parameter, writer = torch.nn.Parameter(torch.ones(10)), Writer()
+    parameter.grad = torch.ones(10)
+    optimizer = torch.optim.SGD([parameter])
+    handle = ringreduce.tensorboard(writer)
+    for step in range(4):
+        writer.broken = step < 3
+        dist.all_reduce(parameter.grad)
+        optimizer.step()
+    handle.remove()
+    logging.getLogger("ringreduce").removeHandler(handler)
+    assert len(logged) == 1 and "rank 0 cannot write scalars" in logged[0]
+    assert "No space left on device" in logged[0]
+    assert writer.tags[0] == "ringreduce/megabytes" and len(writer.tags) >= 3
+
+
 def test_torchs_summary_writer_takes_them(pool: Pool, world: MakeWorld, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     pool.run(_writes_events, world(1), str(tmp_path))
@@ -184,10 +222,9 @@ def test_the_variable_writes_files_that_top_reads(
 ) -> None:
     folder, stop = tmp_path / "metrics", tmp_path / "train.py.stop"
     folder.mkdir()
-    (folder / "directory.prom").mkdir()  # and files of others
-    (folder / "binary.prom").write_bytes(b"\x00\xff {")
-    (folder / "step.prom").write_text('ringreduce_step{rank="0"} 1\n')
+    (folder / "binary.prom").write_bytes(b"\x00\xff {")  # of another program
     (folder / "train-rank5.prom").write_text(LEFT_OVER % {"host": socket.gethostname()})
+    told = put_odd_files(folder)
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     assert top.main([str(tmp_path / "none"), "--once"]) == 1
@@ -195,14 +232,17 @@ def test_the_variable_writes_files_that_top_reads(
     with ThreadPoolExecutor() as threads:
         job = threads.submit(run_ranks, script, 2, {"RINGREDUCE_METRICS": str(folder)})
         try:
-            names = [f"train-rank{r}.prom" for r in range(2)]
-            assert wait_until(lambda: sorted(path.name for path in folder.glob("train*")) == names)
+            assert wait_until(lambda: len(list(folder.glob("train*"))) == 2)
+            names = sorted(path.name for path in folder.glob("train*"))
             code = top.main([str(folder), "--once"])
         finally:
             stop.touch()
         ended = job.result()
-    text = capsys.readouterr().out
+    text, errors = capsys.readouterr()
     assert code == 0
+    assert set(errors.splitlines()) == told
+    meetings = {re.fullmatch(f"train-([0-9a-f]+)-rank{r}.prom", n)[1] for r, n in enumerate(names)}
+    assert len(meetings) == 1
     assert "train: 2 ranks on 1 host, step 0. The others wait " in text
     assert "of the time for rank 1." in text
     assert [(done.returncode, done.stderr) for done in ended] == [(0, "")] * 2
@@ -216,6 +256,231 @@ LEFT_OVER = """
 ringreduce_rank{job="train",rank="5",host="%(host)s",pid="4194305"} 1
 ringreduce_updated_seconds{job="train",rank="5"} 1000
 """
+
+
+def put_odd_files(folder: Path) -> set[str]:
+    """Makes what is no file of a rank, or cannot be read.
+
+    Returns:
+        What is said of it.
+    """
+    (folder / "directory.prom").mkdir()
+    os.mkfifo(folder / "fifo.prom")
+    os.mknod(folder / "socket.prom", stat.S_IFSOCK | 0o600)
+    (folder / "gone.prom").symlink_to(folder / "nowhere")
+    (folder / "itself.prom").symlink_to(folder / "itself.prom")
+    (folder / "step.prom").write_text('ringreduce_step{rank="0"} 1\n')
+    return {
+        f"{folder}/directory.prom is a folder, not a file",
+        f"{folder}/fifo.prom is a FIFO, not a file",
+        f"{folder}/gone.prom cannot be read: No such file or directory",
+        f"{folder}/itself.prom cannot be read: Too many levels of symbolic links",
+        f"{folder}/socket.prom cannot be read: No such device or address",
+        f"{folder}/step.prom is damaged in line 1, which is left out: "
+        "'ringreduce_step{rank=\"0\"} 1'",
+    }
+
+
+def test_jobs_of_one_name_share_a_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As of a sweep: two jobs of a script, of which the second is newer."""
+    folder, stop = tmp_path / "metrics", tmp_path / "train.py.stop"
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    begun: list[set[str]] = []
+    with ThreadPoolExecutor() as threads:
+        jobs = []
+        try:
+            for ranks in (2, 1):
+                variables = {"RINGREDUCE_METRICS": str(folder)}
+                jobs.append(threads.submit(run_ranks, script, ranks, variables))
+                count = 2 if ranks == 2 else 3
+                assert wait_until(lambda n=count: len(list(folder.glob("*.prom"))) == n)
+                paths = {path.name for path in folder.glob("*.prom")}
+                begun.append(paths.difference(*begun))
+            old, new = (min(names).split("-")[1] for names in begun)
+            assert {name.split("-")[1] for name in begun[0]} == {old} != {new}
+            said = []
+            for arguments in ([], ["--job", old[:6]], ["--job", "train"], ["--job", "other"]):
+                top.main([str(folder), "--once", *arguments])
+                said.append(capsys.readouterr())
+        finally:
+            stop.touch()
+        assert [done.returncode for job in jobs for done in job.result()] == [0] * 3
+    assert [one.out.partition(" on ")[0] for one in said] == [
+        "train: 1 ranks", "train: 2 ranks", "train: 1 ranks", ""
+    ]  # fmt: skip
+    assert said[0].err == (
+        f"train {new[:8]} is shown; train {old[:8]} write there too: --job takes a name, or the "
+        "first letters of what stands behind it\n"
+    )
+    assert said[1].err == "" and said[2].err == said[0].err
+    assert "no rank of job other has written" in said[3].err and "of train:" in said[3].err
+    assert not list(folder.iterdir())
+
+
+def test_a_file_is_written_whole_or_not_at_all(
+    pool: Pool, world: MakeWorld, tmp_path: Path
+) -> None:
+    pool.run(_writes_where_there_is_no_space, world(1), str(tmp_path))
+
+
+def _writes_where_there_is_no_space(rank: Rank, folder: str) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    writer = metrics._Writer(folder)
+    try:
+        assert wait_until(lambda: bool(os.listdir(folder)))
+        (name,) = os.listdir(folder)
+        kept = Path(folder, name).read_bytes()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64, before[1]))
+        with pytest.raises(OSError):
+            writer._write()
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert wait_until(lambda: Path(folder, name).read_bytes() != kept)
+        assert os.listdir(folder) == [name]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        writer.stop()
+    assert os.listdir(folder) == []
+
+
+def test_a_bad_variable_ends_no_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.setenv("RINGREDUCE_METRICS", "metrics")
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    metrics.follow_variable()
+    assert "RINGREDUCE_METRICS is ignored" in caplog.text
+
+
+@on_ranks(3, remade=True)
+def test_a_rank_outside_the_group_may_be_late(rank: Rank) -> None:
+    """A chain of waits may begin with a rank that is in no group with the one that waits."""
+    group = dist.new_group([1, 2], backend="ringreduce")
+    if rank.rank == 0:
+        return
+    dist.all_reduce(torch.ones(1), group=group)
+
+    class Extension:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(extension(), name)
+
+        def totals(self, backend: Any) -> Any:
+            failed, kinds, _ = extension().totals(backend)
+            return failed, kinds, {7: 2.0, 1000: 0.5}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(metrics, "extension", Extension)
+        (found,) = statuses(metrics.text())
+    assert dict(found.waited) == {7: 4.0, 1000: 1.0}  # of both groups
+    later = [status(r, 12.0, waited={7: 1.0, 1000: 2.0}) for r in (1, 7)]
+    table = top.rows([status(1, 10.0), status(7, 10.0)], later)
+    assert [row.waited_for for row in table] == [0.0, 0.5] and top.late_ranks(table) == {7}
+
+
+# ---- damaged text
+
+
+def test_no_damage_breaks_top(
+    pool: Pool, world: MakeWorld, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Flipped bits, lost and doubled lines, impossible numbers, missing labels, odd files."""
+    texts = pool.run(_metrics_of_a_rank, world(2))
+    folder, draw = tmp_path / "metrics", random.Random(7)
+    names = [f"job-{'ab' * 16}-rank{r}.prom" for r in range(2)]
+    for case in range(600):
+
+        def write(at: int, damaged: float) -> None:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            for name, text in zip(names, texts, strict=True):
+                text = re.sub(rb"(updated_seconds\{.*\}) \S+", rb"\1 %d" % at, text)
+                if draw.random() < damaged:
+                    text = damaged_text(text, draw)
+                (folder / name).write_bytes(text)
+                if draw.random() < damaged / 4:
+                    odd_file(folder / name, draw)
+
+        write(1000, 0.5)
+        monkeypatch.setattr(top.time, "sleep", lambda _: write(1002, 0.5))
+        code = top.main([str(folder), "--once", *draw.choice([[], ["--job", "a"]])])
+        out, err = capsys.readouterr()
+        assert (code == 0) == bool(out) and "Traceback" not in err, case
+        assert all(len(line) < 999 for line in (out + err).splitlines()), case
+        assert len(err.splitlines()) <= 8, case
+        assert (out + err).replace("\n", "").isprintable(), case
+    # Undamaged, nothing is said.
+    monkeypatch.setattr(top.time, "sleep", lambda _: write(1002, 0.0))
+    write(1000, 0.0)
+    assert top.main([str(folder), "--once"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def _metrics_of_a_rank(rank: Rank) -> bytes:
+    for _ in range(3):
+        dist.all_reduce(torch.ones(10))
+    labels = f'job="{job_name()}",rank="{rank.rank}",comm_name="0",nranks="2"'
+    lines = [f'{labels},to_rank="{1 - rank.rank}"}} 3.5e+06', f'{labels},late_rank="1"}} 0.5']
+    lines += [f'{labels},collective="all_reduce"}} 2.5', f"{labels}}} 17.0"]
+    more = ["line_bytes_total", "wait_seconds_total", "running_seconds", "running_sequence"]
+    text = "".join(f"ringreduce_{name}{{{line}\n" for name, line in zip(more, lines, strict=True))
+    return metrics.text() + text.encode()
+
+
+NUMBERS = ["NaN", "+Inf", "-Inf", "-1.0", "1e308", "9" * 5000, "1e400", "x", "", "0x10", "1e18"]
+
+
+def damaged_text(text: bytes, draw: random.Random) -> bytes:
+    """The text with up to three damages."""
+    for _ in range(draw.randint(1, 3)):
+        lines = text.split(b"\n")
+        of_us = [at for at, line in enumerate(lines) if line.startswith(b"ringreduce_")]
+        at = draw.choice(of_us or [0])
+        kind = draw.randrange(7)
+        if kind == 0:
+            changed = bytearray(text or b"x")
+            for _ in range(draw.choice([1, 10, 100])):
+                changed[draw.randrange(len(changed))] ^= 1 << draw.randrange(8)
+            text = bytes(changed)
+        elif kind == 1:
+            text = text[: draw.randrange(len(text) + 1)]
+        elif kind == 2:
+            del lines[at]
+        elif kind == 3:
+            lines.insert(at, lines[at])
+        elif kind == 4:
+            lines[at] = lines[at].rpartition(b" ")[0] + b" " + draw.choice(NUMBERS).encode()
+        elif kind == 5:
+            label = draw.choice(re.findall(rb'\w+="[^"]*",?', lines[at]) or [b"}"])
+            value = draw.choice([*NUMBERS, "-3", r"\x1b[2J", "\x1b[2J", "\xfe"]).encode()
+            other = label.partition(b"=")[0] + b'="' + value + b'",'
+            lines[at] = lines[at].replace(label, draw.choice([b"", other]))
+        else:
+            lines[at] = draw.choice([b"\xff\xfe", b"{", b"ringreduce_", b'ringreduce_x{a="' * 999])
+        if kind > 1:
+            text = b"\n".join(lines)
+    return text
+
+
+def odd_file(path: Path, draw: random.Random) -> None:
+    """Something else, or another file of the same rank, in place of a file."""
+    text = path.read_bytes()
+    path.unlink()
+    kind = draw.randrange(5)
+    if kind == 0:
+        os.mkfifo(path)
+    elif kind == 1:
+        path.mkdir()
+    elif kind == 2:
+        path.symlink_to(draw.choice([path, path.parent, "/nowhere", "/dev/zero"]))
+    elif kind == 3:
+        path.with_suffix(".copy.prom").write_bytes(text)
+        path.write_bytes(text)
 
 
 # ---- what top makes of it
@@ -383,11 +648,32 @@ def test_what_ranks_say_is_no_html() -> None:
         "ringreduce.html",
         headline="<b>",
         problems=["<p>"],
-        tables=[([(name, False) for name in top.COLUMNS], [(False, row.cells())])],
+        tables=top.tables(top.View("", [row], [])),
     ).decode()
     server._server.shutdown()
     for text in ("b", "p", "i", "script"):
         assert f"&lt;{text}&gt;" in page
+
+
+@pytest.mark.skipif(not HAS_SERVER, reason="this torch has no debug server")
+def test_an_error_of_a_rank_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's thread calls, and an exception there may end the process."""
+    from ringreduce.observe import debug_server
+
+    class Response:
+        def set_content(self, content: bytes, kind: str) -> None:
+            self.content = content
+
+        def set_status(self, status: int) -> None:
+            self.status = status
+
+    def text() -> bytes:
+        raise RuntimeError("a group was destroyed")
+
+    response = Response()
+    monkeypatch.setattr(metrics, "text", text)
+    debug_server._answer(None, response)
+    assert (response.status, response.content) == (500, b"RuntimeError: a group was destroyed")
 
 
 @pytest.mark.skipif(not HAS_SERVER, reason="this torch has no debug server")
@@ -402,7 +688,7 @@ def test_the_debug_server_has_a_page_of_it(
     pages = pool.start(_shows_page, world(2), port, str(stop), fresh=True)
     pages.hear_all()
     with urllib.request.urlopen(f"{address}/ringreduce_metrics") as answer:
-        assert [s.rank for s in statuses([answer.read().decode()])] == [0, 1]
+        assert [s.rank for s in statuses(answer.read())] == [0, 1]
     with urllib.request.urlopen(f"{address}/") as answer:
         assert 'href="/ringreduce"' in answer.read().decode()
     assert top.main([address, "--once"]) == 0

@@ -7,16 +7,18 @@
     report.py        a timeline in words, in a table and as a trace
 
 and the views of them: straggler.py (live, in the program), timeline.py, dump.py and recorder.py
-(what ended a job), metrics.py, top.py and debug_server.py.  Each imports only those before it.
+(what ended a job), metrics.py, tensorboard.py, top.py and debug_server.py.  Each imports only those
+before it.
 `_backend.py` calls them when a group is made and when the process ends, and knows none of them.
 """
 
 from ringreduce import _backend
 from ringreduce.observe import dump, follow, metrics, timeline
 from ringreduce.observe.dump import dump_records
-from ringreduce.observe.metrics import prometheus, tensorboard
+from ringreduce.observe.metrics import prometheus
 from ringreduce.observe.record import Record, records
 from ringreduce.observe.straggler import straggler_detection
+from ringreduce.observe.tensorboard import tensorboard
 
 __all__ = [
     "Record",

@@ -27,15 +27,7 @@ from torch.distributed.debug._frontend import (
 )
 
 from ringreduce.observe import metrics
-from ringreduce.observe.top import (
-    COLUMNS,
-    LINE_COLUMNS,
-    LINE_TEXT_COLUMNS,
-    MOST_LINES,
-    TEXT_COLUMNS,
-    Looks,
-    late_ranks,
-)
+from ringreduce.observe.top import Looks, tables
 
 _ENDPOINT = "ringreduce_metrics"  # of each rank's server, and of the page's
 
@@ -56,15 +48,13 @@ _PAGE = """
   <div id="ringreduce">
     <p>{{ headline }}</p>
     {% for problem in problems %}<p>{{ problem }}</p>{% endfor %}
-    {% for columns, rows in tables if rows %}
+    {% for table in tables if table.rows %}
     <table class="ringreduce">
-      <tr>
-        {% for name, text in columns %}<th class="{{ 'text' if text }}">{{ name }}</th>{% endfor %}
-      </tr>
-      {% for late, cells in rows %}
+      {% for late, cells in [(False, table.columns)] + table.rows %}
+      {% set cell = "td" if loop.index0 else "th" %}
       <tr class="{{ 'late' if late }}">
-        {% for (_, text), cell in zip(columns, cells) %}
-        <td class="{{ 'text' if text }}">{{ cell }}</td>
+        {% for text in cells %}
+        <{{ cell }} class="{{ 'text' if loop.index0 in table.texts }}">{{ text }}</{{ cell }}>
         {% endfor %}
       </tr>
       {% endfor %}
@@ -111,31 +101,25 @@ class RingreduceHandler(DebugHandler):
 
     def _page(self, request: Any) -> bytes:
         addresses, answers = fetch_all(_ENDPOINT, timeout=_PATIENCE)
-        texts = [answer.text for answer in answers if answer.status_code == 200]
+        damages = metrics.Damages()
+        found = metrics.statuses(_joined(answers), "an answer of the ranks", damages)
         with _lock:  # each request has a thread of its own
-            view = self._looks.add(metrics.statuses(texts), all_write=False)
-        late = late_ranks(view.rows)
-        problems = format_fetch_summary(addresses, answers)
+            view = self._looks.add(found, damages.sentences(), all_write=False)
+        problems = format_fetch_summary(addresses, answers) or ""
         page: bytes = request.frontend.render_template(
             "ringreduce.html",
             headline=view.headline,
-            problems=problems.splitlines() if problems else [],
-            tables=[
-                (
-                    [(name, at in TEXT_COLUMNS) for at, name in enumerate(COLUMNS)],
-                    [(row.rank in late, row.cells()) for row in view.rows],
-                ),
-                (
-                    [(name, at in LINE_TEXT_COLUMNS) for at, name in enumerate(LINE_COLUMNS)],
-                    [(False, line.cells()) for line in view.lines[:MOST_LINES]],
-                ),
-            ],
+            problems=[*problems.splitlines(), *view.notes],
+            tables=tables(view),
         )
         return page
 
     def _metrics(self, _: Any) -> bytes:
-        _, answers = fetch_all(_ENDPOINT, timeout=_PATIENCE)
-        return "".join(a.text for a in answers if a.status_code == 200).encode()
+        return _joined(fetch_all(_ENDPOINT, timeout=_PATIENCE)[1])
+
+
+def _joined(answers: list[Any]) -> bytes:
+    return "\n".join(one.text for one in answers if one.status_code == 200).encode()
 
 
 @functools.cache
@@ -145,8 +129,12 @@ def _serve_rank() -> None:
 
 
 def _answer(_: Any, response: Any) -> None:
-    response.set_content(metrics.text(), "text/plain; version=0.0.4")
-    response.set_status(200)
+    try:
+        answer, status = metrics.text(), 200
+    except Exception as error:  # torch's thread in this rank's process calls, which is to go on
+        answer, status = f"{type(error).__name__}: {error}".encode(), 500
+    response.set_content(answer, "text/plain; version=0.0.4")
+    response.set_status(status)
 
 
 def handlers(*others: DebugHandler) -> list[DebugHandler]:

@@ -1,12 +1,12 @@
-"""Counts of what this rank does in its groups, for Prometheus and TensorBoard; and their reader.
+"""Counts of what this rank does in its groups, for Prometheus; and the reader of such text.
 
     RINGREDUCE_METRICS=folder torchrun ... train.py     # a text file a rank, written each second
     ringreduce.prometheus()                             # /metrics of a program's own server
-    ringreduce.tensorboard(SummaryWriter())             # scalars of each training step
 
 The groups count (csrc/group/recorder.h), so no operation is missed between two looks, and a look
 costs microseconds.  Sums restart at 0 when a group is made anew.  `statuses` reads what was
 written, for `python -m ringreduce.top` and the page of torch's debug server (debug_server.py).
+What fails here is logged, and ends no training.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import socket
 import threading
 import time
@@ -22,21 +23,19 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from ringreduce._backend import (
     Backend,
-    backend_of,
     extension,
     job_name,
     live_groups,
     own_rank,
     ranks_of,
-    ringreduce_group,
 )
-from ringreduce.errors import Error
+from ringreduce._files import Damaged, contents, replacing
 from ringreduce.observe.record import Record, parse
 
 if TYPE_CHECKING:
@@ -46,13 +45,60 @@ _log = logging.getLogger("ringreduce")
 
 _VARIABLE = "RINGREDUCE_METRICS"
 _EVERY = 1.0  # seconds between two files
+MOST_BYTES = 1 << 26  # of a file that is read
+_LONGEST = 200  # label that is read
+_STARTED = time.time()
+
+# By name, the labels of each metric and its meaning.
 _RANK = ("job", "rank")
-# As NCCL's Inspector names them.
-_GROUP = (*_RANK, "comm_name", "nranks")
+_GROUP = (*_RANK, "comm_name", "nranks")  # as NCCL's Inspector names them
+_KIND, _LINE = (*_GROUP, "collective"), (*_GROUP, "to_rank")
+_GAUGES = {
+    "rank": ((*_RANK, "host", "pid", "meeting"), "1: this process is that rank."),
+    "started_seconds": (_RANK, "When this process began, in Unix time."),
+    "updated_seconds": (_RANK, "When these figures were read, in Unix time."),
+    "step": (_RANK, "Steps of torch's optimizers in this process."),
+    "running_seconds": (_KIND, "Seconds that an operation has run."),
+    "running_sequence": (_GROUP, 'Its number in errors, "#17".'),
+}
+_COUNTERS = {
+    "operations": (_KIND, "Operations that ended well."),
+    "bytes": (_KIND, "Bytes of this rank's elements in them."),
+    "operation_seconds": (_KIND, "Seconds in them, with waits."),
+    "failed_operations": (_GROUP, "Operations that ended with an error."),
+    "wait_seconds": ((*_GROUP, "late_rank"), "Seconds that this rank waited for the last one."),
+    "line_bytes": (_LINE, "Bytes that a rank of another host has got."),
+    "line_busy_seconds": (_LINE, "Seconds in which the line to it had bytes to move."),
+    "line_retransmits": (_LINE, "Packets to it that were sent again."),
+}
+_LINES = ("line_bytes", "line_busy_seconds", "line_retransmits")
+# Of what a look may find a moment after a group was destroyed, or before it has members.
+GONE = (RuntimeError, LookupError, ValueError)
+
+
+class Trial:
+    """Around what must not end the program: its first error is logged, and later ones are not."""
+
+    def __init__(self, what: str) -> None:
+        self._what, self._told = what, False
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
+        if isinstance(error, Exception) and not self._told:
+            self._told, rank = True, -1
+            with contextlib.suppress(*GONE):
+                rank = own_rank()
+            _log.warning(
+                "rank %d cannot %s, and goes on trying: %s: %s",
+                *(rank, self._what, type(error).__name__, error),
+            )
+        return isinstance(error, Exception)
 
 
 @dataclass
-class _Totals:
+class Totals:
     """What a group has done since it was made; ranks are global ones."""
 
     failed: int
@@ -70,17 +116,36 @@ class _Totals:
         return sum(seconds for _, _, seconds in self.kinds.values())
 
     @staticmethod
-    def of(group: dist.ProcessGroup, backend: Backend) -> _Totals:
+    def of(group: dist.ProcessGroup, backend: Backend) -> Totals:
+        """Those of now.  Of a group that was just destroyed, raises one of many errors."""
         failed, kinds, waited = extension().totals(backend)
         done = failed + sum(operations for operations, _, _ in kinds.values())
         ranks = ranks_of(group, backend)
-        return _Totals(
+
+        def named(number: int) -> int:
+            """The global rank.  A number that no rank of the group has is one already."""
+            return ranks[number] if number < len(ranks) else number
+
+        return Totals(
             failed,
             kinds,
-            {ranks[rank]: seconds for rank, seconds in waited.items()},
+            {named(late): seconds for late, seconds in waited.items()},
             parse(extension().records(backend, max(0, done - 1)))[-2:],
-            {ranks[rank]: tuple(use) for rank, *use in extension().lines(backend)},
+            {named(to): tuple(use) for to, *use in extension().lines(backend)},
         )
+
+
+def _meeting() -> str:
+    """Tells this job from all others, also of its name: what a group of all its ranks is known by.
+
+    Returns:
+        The same text on all ranks, of the default group if possible; "" if no group has all.
+    """
+    for group, backend in live_groups():
+        with contextlib.suppress(*GONE):
+            if group is dist.group.WORLD or backend.size() == dist.get_world_size():
+                return str(extension().meeting(backend))
+    return ""
 
 
 def require_client() -> Any:
@@ -97,69 +162,54 @@ def require_client() -> Any:
 class _Collector:
     """Gives prometheus_client the sums of all groups of this process when it asks for them."""
 
+    _reading = Trial("read the sums of its groups")
+
     def describe(self) -> Iterable[Metric]:
         return ()  # else a registry asks for the metrics at once, and keeps their names
 
     def collect(self) -> Iterator[Metric]:
         core = require_client().core
-        if not dist.is_initialized():
-            return
         try:
-            job, rank = job_name(), str(dist.get_rank())
-        except ValueError:  # destroyed a moment ago
+            rank = job_name(), str(dist.get_rank())
+        except GONE:
             return
-        of_rank = (job, rank)
+        families = {
+            name: family(f"ringreduce_{name}", text, labels=labels)
+            for family, metrics in (
+                (core.GaugeMetricFamily, _GAUGES),
+                (core.CounterMetricFamily, _COUNTERS),
+            )
+            for name, (labels, text) in metrics.items()
+        }
 
-        def counter(name: str, text: str, *labels: str) -> Any:
-            return core.CounterMetricFamily(f"ringreduce_{name}", text, labels=(*_GROUP, *labels))
+        def add(name: str, value: float, *labels: object) -> None:
+            families[name].add_metric([*rank, *map(str, labels)], value)
 
-        def gauge(name: str, text: str, labels: tuple[str, ...] = _RANK) -> Any:
-            return core.GaugeMetricFamily(f"ringreduce_{name}", text, labels=labels)
-
-        about = gauge("rank", "1: this process is that rank.", (*_RANK, "host", "pid"))
-        about.add_metric((*of_rank, socket.gethostname(), str(os.getpid())), 1)
-        updated = gauge("updated_seconds", "When these figures were read, in Unix time.")
-        updated.add_metric(of_rank, time.time())
-        step = gauge("step", "Steps of torch's optimizers in this process.")
-        step.add_metric(of_rank, extension().training_step())
-        operations = counter("operations", "Operations that ended well.", "collective")
-        size = counter("bytes", "Bytes of this rank's elements in them.", "collective")
-        seconds = counter("operation_seconds", "Seconds in them, with waits.", "collective")
-        failed = counter("failed_operations", "Operations that ended with an error.")
-        waited = counter(
-            "wait_seconds", "Seconds that this rank waited for the last one to come.", "late_rank"
-        )
-        sent = counter("line_bytes", "Bytes that a rank of another host has got.", "to_rank")
-        busy = counter(
-            "line_busy_seconds", "Seconds in which the line to it had bytes to move.", "to_rank"
-        )
-        again = counter("line_retransmits", "Packets to it that were sent again.", "to_rank")
-        running = gauge(
-            "running_seconds", "Seconds that an operation has run.", (*_GROUP, "collective")
-        )
-        sequence = gauge("running_sequence", 'Its number in errors, "#17".', _GROUP)
-        for group, backend in live_groups():
-            # Destroyed a moment ago, or it has no members yet.
-            with contextlib.suppress(Error, LookupError, ValueError):
-                totals = _Totals.of(group, backend)
-                of_group = (*of_rank, group.group_name, str(backend.size()))
-                for kind, (count, of_kind, in_kind) in totals.kinds.items():
-                    operations.add_metric((*of_group, kind), count)
-                    size.add_metric((*of_group, kind), of_kind)
-                    seconds.add_metric((*of_group, kind), in_kind)
-                failed.add_metric(of_group, totals.failed)
-                for late, waiting in totals.waited.items():
-                    waited.add_metric((*of_group, str(late)), waiting)
-                for to, use in totals.lines.items():
-                    for metric, value in zip((sent, busy, again), use, strict=True):
-                        metric.add_metric((*of_group, str(to)), value)
-                if totals.newest and totals.newest[-1].state == "running":
-                    runs = totals.newest[-1]
-                    since = (time.monotonic_ns() - runs.arrived_ns) / 1e9
-                    running.add_metric((*of_group, runs.kind), max(0.0, since))
-                    sequence.add_metric(of_group, runs.sequence)
-        yield from (about, updated, step, operations, size, seconds, failed, waited)
-        yield from (sent, busy, again, running, sequence)
+        add("rank", 1, socket.gethostname(), os.getpid(), _meeting())
+        add("started_seconds", _STARTED)
+        add("updated_seconds", time.time())
+        add("step", extension().training_step())
+        with self._reading:
+            for group, backend in live_groups():
+                with contextlib.suppress(*GONE):
+                    totals = Totals.of(group, backend)
+                    of = group.group_name, backend.size()
+                    for kind, (count, size, seconds) in totals.kinds.items():
+                        add("operations", count, *of, kind)
+                        add("bytes", size, *of, kind)
+                        add("operation_seconds", seconds, *of, kind)
+                    add("failed_operations", totals.failed, *of)
+                    for late, waiting in totals.waited.items():
+                        add("wait_seconds", waiting, *of, late)
+                    for to, use in totals.lines.items():
+                        for name, value in zip(_LINES, use, strict=True):
+                            add(name, value, *of, to)
+                    if totals.newest and totals.newest[-1].state == "running":
+                        runs = totals.newest[-1]
+                        since = (time.monotonic_ns() - runs.arrived_ns) / 1e9
+                        add("running_seconds", max(0.0, since), *of, runs.kind)
+                        add("running_sequence", runs.sequence, *of)
+        yield from families.values()
 
 
 def prometheus(registry: CollectorRegistry | None = None) -> None:
@@ -203,69 +253,70 @@ class _Writer:
     """Writes the metrics of this rank to a file in a folder each second, until it is stopped."""
 
     def __init__(self, folder: str) -> None:
-        self.folder = folder
+        require_client()
+        self.folder, self.pid = folder, os.getpid()
         self._folder = Path(folder).absolute()  # a program may change its working folder
-        self._pid = os.getpid()
         self._path: Path | None = None
         self._stop = threading.Event()
-        self._client = require_client()
-        self._registry = self._client.CollectorRegistry()
-        self._registry.register(_collector)
         self._thread = threading.Thread(target=self._serve, name="ringreduce-metrics", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
         """Lets the thread remove the file, whose figures would be taken for new ones later."""
-        if self._pid != os.getpid():
+        if self.pid != os.getpid():
             return  # in a forked child; the file is its parent's
         self._stop.set()
         self._thread.join(2 * _EVERY)  # a file system may hang
 
     def _serve(self) -> None:
-        told = False
-        self._remove_left_over()
+        writing = Trial(f"write its metrics to {self.folder}")
+        with writing:
+            self._remove_left_over()
         while not self._stop.is_set():
-            try:
+            with writing:
                 self._write()
-            except Exception as error:  # nothing here is worth an end of the program
-                if not told:
-                    _log.warning(
-                        "rank %d cannot write its metrics to %s, and goes on trying: %s",
-                        *(own_rank(), self.folder, error),
-                    )
-                told = True
             self._stop.wait(_EVERY)
+        self._remove()
+
+    def _remove(self) -> None:
         with contextlib.suppress(OSError):
             if self._path:
-                self._path.unlink(missing_ok=True)
+                self._path.unlink()
 
     def _remove_left_over(self) -> None:
         """Removes the files of processes of this host that were killed."""
         for path in self._folder.glob("*.prom"):
-            with contextlib.suppress(OSError, ValueError, LookupError):
-                for status in statuses([path.read_text()]):
-                    if status.host == socket.gethostname() and not _runs(status.pid):
-                        path.unlink()
+            with contextlib.suppress(Damaged, OSError):
+                found = statuses(contents(path, MOST_BYTES))
+                if found and all(_has_ended(status) for status in found):
+                    path.unlink()
 
     def _write(self) -> None:
-        if not dist.is_initialized():
+        try:
+            job, rank = job_name(), dist.get_rank()
+        except GONE:  # there is no default group
             return
-        path = Path(self._folder, f"{job_name()}-rank{dist.get_rank()}.prom")
-        if self._path not in (None, path):  # the process has another rank now
-            self._path.unlink(missing_ok=True)
+        owner = _meeting() or f"{socket.gethostname()}-{os.getpid()}"
+        path = self._folder / f"{job}-{owner}-rank{rank}.prom"
+        if self._path != path:  # its rank, or its job, is another one now
+            self._remove()
         self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._client.write_to_textfile(str(path), self._registry)  # renames a whole one
+        with replacing(path, "wb") as file:
+            file.write(text())
 
 
-def _runs(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+def _has_ended(status: Status) -> bool:
+    """Whether it was written by a process of this host that is not there any more."""
+    if status.host != socket.gethostname():
         return False
-    except OSError:  # another user's
+    try:
+        os.kill(status.pid, 0)
+    except ProcessLookupError:
         return True
-    return True
+    except OSError:  # another user's
+        return False
+    return False
 
 
 _writer: _Writer | None = None
@@ -275,12 +326,12 @@ def follow_variable() -> None:
     """Begins what RINGREDUCE_METRICS asks for, or ends it, when a group is made."""
     global _writer
     folder = os.environ.get(_VARIABLE) or None
-    if _writer and (_writer.folder != folder or _writer._pid != os.getpid()):
+    if _writer and (_writer.folder, _writer.pid) != (folder, os.getpid()):
         end()
     if folder and not _writer:
         try:
             _writer = _Writer(folder)
-        except ImportError as error:
+        except Exception as error:  # no client, no more threads, no working folder
             _log.warning("%s is ignored: %s", _VARIABLE, error)
 
 
@@ -292,95 +343,6 @@ def end() -> None:
     _writer = None
 
 
-# ---- TensorBoard
-
-
-class Scalars(Protocol):
-    """What has torch's SummaryWriter.add_scalar."""
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any: ...
-
-
-class tensorboard:
-    """Writes what a group does in a training step as scalars, while torch's optimizers step.
-
-        ringreduce.tensorboard(SummaryWriter())
-
-    The scalars are those of this rank, in milliseconds a step: `ringreduce/in_operations_ms`,
-    `ringreduce/waiting_ms` of it for ranks that came later than this one, of that
-    `ringreduce/waiting_for_rank_3_ms` for each of them; and `ringreduce/megabytes` a step.  Those
-    of a group that is given have its name: `ringreduce/NAME/megabytes`.  Each is the mean of the
-    steps since the last one.  They are written in the thread that calls `optimizer.step`.
-
-    Args:
-        writer: torch.utils.tensorboard.SummaryWriter, or anything with its `add_scalar`.
-        group: a ringreduce group, or another, beside which one is made if there is none; None for
-            the default group.
-        every: steps between two points.
-
-    Raises:
-        ValueError: `every` is less than 1.
-        TypeError: not a group, or one that this rank is not in.
-        RuntimeError: there is no default group.
-        Timeout, PeerLost, Error: the group beside it could not be made.
-    """
-
-    def __init__(
-        self, writer: Scalars, group: dist.ProcessGroup | None = None, *, every: int = 1
-    ) -> None:
-        from torch.optim.optimizer import register_optimizer_step_post_hook
-
-        if every < 1:
-            raise ValueError(f"tensorboard(every={every}): a point needs a step at least")
-        self._writer, self._every = writer, every
-        self._group = ringreduce_group(group, again=False)
-        self._tag = "ringreduce/" if group is None else f"ringreduce/{self._group.group_name}/"
-        self._last_step = int(extension().training_step())
-        self._before = self._totals()
-        self._handle = register_optimizer_step_post_hook(self._after_step)
-
-    def remove(self) -> None:
-        """Writes no more."""
-        self._handle.remove()
-
-    def _totals(self) -> _Totals | None:
-        backend = backend_of(self._group)
-        if backend is None:
-            return None
-        with contextlib.suppress(Error, LookupError, ValueError):
-            return _Totals.of(self._group, backend)
-        return None
-
-    def _after_step(self, *_: Any) -> None:
-        step = int(extension().training_step())
-        steps = step - self._last_step
-        if steps < self._every:
-            return
-        now, before = self._totals(), self._before
-        self._last_step, self._before = step, now
-        if now is None or before is None:  # the group is gone, or was a moment ago
-            return
-
-        def mean(later: float, earlier: float) -> float:
-            return max(0.0, later - earlier) / steps  # less: the group was made anew
-
-        sums = [
-            [sum(values) for values in zip(*t.kinds.values(), strict=True)] for t in (now, before)
-        ]
-        (_, size, seconds), (_, old_size, old_seconds) = (s or [0, 0, 0.0] for s in sums)
-        scalars = {
-            "megabytes": mean(size, old_size) / 1e6,
-            "in_operations_ms": mean(seconds, old_seconds) * 1e3,
-            "waiting_ms": mean(sum(now.waited.values()), sum(before.waited.values())) * 1e3,
-        }
-        for rank, waited in now.waited.items():
-            scalars[f"waiting_for_rank_{rank}_ms"] = (
-                mean(waited, before.waited.get(rank, 0.0)) * 1e3
-            )
-        for name, value in scalars.items():
-            self._writer.add_scalar(f"{self._tag}{name}", value, step)
-
-
 # ---- reading
 
 
@@ -390,7 +352,8 @@ class Status:
 
     Attributes:
         rank, job, host, pid: whose it is.
-        updated: when, in Unix time, by the clock of its host.
+        meeting: what tells its job from others of the same name; "" if it has no group of all.
+        started, updated: when its process began, and when it wrote, in Unix time of its host.
         step: steps of its optimizers.
         operations, failed, bytes, seconds: of all operations so far.
         waited: seconds that it waited for other ranks, by their ranks.
@@ -405,6 +368,8 @@ class Status:
     job: str
     host: str = ""
     pid: int = 0
+    meeting: str = ""
+    started: float = 0.0
     updated: float = 0.0
     step: int = 0
     operations: int = 0
@@ -419,55 +384,116 @@ class Status:
     age: float = 0.0
 
 
-_LINES = ("line_bytes", "line_busy_seconds", "line_retransmits")
-_SUMS = {"operations": int, "failed_operations": int, "bytes": int, "operation_seconds": float}
-_FIELDS = {"failed_operations": "failed", "operation_seconds": "seconds"}
+class Damages:
+    """What could not be read: a sentence for each kind of damage."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, list[str]] = defaultdict(list)
+
+    def add(self, kind: str, sentence: str) -> None:
+        """Notes one of a kind."""
+        self._found[kind].append(sentence)
+
+    def sentences(self) -> list[str]:
+        """The first of each kind, and how many more there are."""
+        return [
+            first + (f" ({len(more)} more like it)" if more else "")
+            for first, *more in self._found.values()
+        ]
 
 
-def statuses(texts: Iterable[str]) -> list[Status]:
+_SAMPLE = re.compile(
+    r'ringreduce_(\w+?)(?:_total)?\{((?:\w+="(?:[^"\\]|\\.)*",?)*)\} (\S+)\s*', re.ASCII
+)
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"', re.ASCII)
+_SUMS = {"operations": "operations", "failed_operations": "failed", "bytes": "bytes",
+         "operation_seconds": "seconds"}  # fmt: skip
+
+
+def statuses(
+    written: bytes, name: str = "the text", damages: Damages | None = None
+) -> list[Status]:
     """What ranks have written in Prometheus' text format.
 
     Args:
-        texts: of one rank or several each, of one job or several.
+        written: by one rank or several, of one job or several; by other programs too.
+        name: of the text, for sentences.
+        damages: takes what is wrong with the text.  Lines that are damaged are left out, and ranks
+            of which nothing says who they are.
 
     Returns:
         The ranks of all jobs, ascending.
-
-    Raises:
-        ValueError: a text has another format.
-        ImportError: prometheus_client is not installed.
     """
-    require_client()
-    from prometheus_client.parser import text_string_to_metric_families
-
+    damages = Damages() if damages is None else damages
     found: dict[tuple[str, int], Status] = {}
-    for given in texts:
-        for family in text_string_to_metric_families(given):
-            for sample in family.samples:
-                if sample.name.startswith("ringreduce_"):
-                    of = sample.labels["job"], int(sample.labels["rank"])
-                    _add(found.setdefault(of, Status(of[1], of[0])), sample)
+    seen: set[tuple[object, ...]] = set()
+    for number, line in enumerate(written.decode(errors="replace").split("\n"), 1):
+        if not line.startswith("ringreduce_"):
+            continue
+        try:
+            metric, labels, value = _sample(line)
+            if (metric, *labels.items()) in seen:
+                raise ValueError("it stands there twice")
+            seen.add((metric, *labels.items()))
+            of = labels["job"], _natural(labels["rank"])
+            _add(found.setdefault(of, Status(of[1], of[0])), metric, labels, value)
+        except (LookupError, ValueError):
+            damages.add(
+                "line", f"{name} is damaged in line {number}, which is left out: {line[:80]!r}"
+            )
+    for (job, rank), status in list(found.items()):
+        if not (status.pid and status.updated):
+            damages.add("rank", f"{name} lacks the pid or the time of rank {rank} of {job}")
+            del found[job, rank]
     return [found[of] for of in sorted(found)]
 
 
-def _add(status: Status, sample: Any) -> None:
-    name = sample.name.removeprefix("ringreduce_").removesuffix("_total")
-    labels, value = sample.labels, sample.value
+def _sample(line: str) -> tuple[str, dict[str, str], float]:
+    """The name, labels and value in a line. Raises ValueError."""
+    match = _SAMPLE.fullmatch(line)
+    if match is None or "\ufffd" in line:
+        raise ValueError("it is no metric, or not UTF-8")
+    labels, value = dict(_LABEL.findall(match[2])), float(match[3])
+    if not 0 <= value < 1 << 63:  # nor NaN
+        raise ValueError("it cannot be")
+    return match[1], {name: _plain(label) for name, label in labels.items()}, value
+
+
+def _plain(label: str) -> str:
+    """A label without escapes, for a terminal."""
+    text = re.sub(r"\\(.)", r"\1", label)
+    return "".join(one if one.isprintable() else "?" for one in text[:_LONGEST])
+
+
+def _natural(text: str) -> int:
+    """A rank or a pid. Raises ValueError."""
+    if re.fullmatch("[0-9]{1,9}", text) is None:
+        raise ValueError("it is no number")
+    return int(text)
+
+
+def _add(status: Status, name: str, labels: dict[str, str], value: float) -> None:
+    """Raises LookupError, ValueError: a label is missing, or cannot be."""
     if name in ("operations", "failed_operations"):
         status.done[labels["comm_name"]] += int(value)
     if name in _SUMS:
-        attribute = _FIELDS.get(name, name)
-        setattr(status, attribute, getattr(status, attribute) + _SUMS[name](value))
+        sum_ = getattr(status, _SUMS[name])
+        setattr(status, _SUMS[name], sum_ + type(sum_)(value))
     elif name == "rank":
-        status.host, status.pid = labels["host"], int(labels["pid"])
+        if status.pid:
+            raise ValueError("it is another process")
+        status.host, status.pid = labels["host"], _natural(labels["pid"])
+        status.meeting = labels.get("meeting", "")
+    elif name == "started_seconds":
+        status.started = value
     elif name == "updated_seconds":
         status.updated = value
     elif name == "step":
         status.step = int(value)
     elif name == "wait_seconds":
-        status.waited[int(labels["late_rank"])] += value
+        status.waited[_natural(labels["late_rank"])] += value
     elif name in _LINES:
-        status.lines[int(labels["to_rank"])][_LINES.index(name)] += value
+        status.lines[_natural(labels["to_rank"])][_LINES.index(name)] += value
     elif name == "running_seconds":
         status.running_seconds[labels["comm_name"]] = value
         status.running[labels["comm_name"]] = labels["collective"]

@@ -5,37 +5,40 @@
     python -m ringreduce.top FOLDER --once     # two looks, a second apart, as plain text
 
 `rows` compares two looks at the metrics (metrics.py); the page of the debug server shows the same.
+What is damaged there is told in a sentence, and the rest is shown.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
+import http.client
+import os
 import socket
 import statistics
 import sys
 import time
-import urllib.error
 import urllib.request
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
+from ringreduce._files import Damaged, contents
 from ringreduce._words import listed, ranks_text
-from ringreduce.observe.metrics import Status, require_client, statuses
+from ringreduce.observe.metrics import MOST_BYTES, Damages, Status, statuses
 
 if TYPE_CHECKING:
     from textual.app import App
 
 _STALE = 5.0  # seconds without news from a rank
 _LONG = 2.0  # seconds; the ranks that are missing in a longer operation are named
-MOST_LINES = 16  # that are shown
+_MOST_LINES, _MOST_JOBS = 16, 8  # that are shown
 _LEAST_MOVED, _LEAST_BUSY = 1 << 20, 0.01  # bytes and seconds that tell the rate of a line
 _BUSY, _SLOW = 0.2, 0.5  # a line is slow if so busy, and so much slower than others
 _APART, _OLD = 0.5, 10.0  # seconds between two looks, at least, and at most for rates
-WAITS = 0.05  # a rank that the others wait for is named from this share of the time on
+_WAITS = 0.05  # a rank that the others wait for is named from this share of the time on
 
 
 @dataclass(frozen=True)
@@ -66,17 +69,10 @@ class Row:
 
     def cells(self) -> tuple[str, ...]:
         return (
-            str(self.rank),
-            self.host,
-            str(self.pid),
-            str(self.step),
-            f"{self.operations:.0f}",
-            f"{self.megabytes:.1f}",
-            f"{self.inside:.0%}",
-            f"{self.waits:.0%}",
-            f"{self.waited_for:.0%}",
-            self.now,
-        )
+            str(self.rank), self.host, str(self.pid), str(self.step), f"{self.operations:.0f}",
+            f"{self.megabytes:.1f}", f"{self.inside:.0%}", f"{self.waits:.0%}",
+            f"{self.waited_for:.0%}", self.now,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -109,19 +105,13 @@ class LineRow:
 
     def cells(self) -> tuple[str, ...]:
         return (
-            f"{self.sender} ({self.sender_host})",
-            f"{self.receiver} ({self.receiver_host})",
-            f"{self.megabytes:.1f}",
-            f"{self.rate:.1f}",
-            f"{self.busy:.0%}",
-            f"{self.resent:.0f}",
-        )
+            f"{self.sender} ({self.sender_host})", f"{self.receiver} ({self.receiver_host})",
+            f"{self.megabytes:.1f}", f"{self.rate:.1f}", f"{self.busy:.0%}", f"{self.resent:.0f}",
+        )  # fmt: skip
 
 
-LINE_COLUMNS = ("FROM", "TO", "MB/S", "MB/S WHILE BUSY", "BUSY", "RESENT/S")
-COLUMNS = ("RANK", "HOST", "PID", "STEP", "OPS/S", "MB/S", "IN OPS", "WAITS", "WAITED FOR", "NOW")
-TEXT_COLUMNS = (1, len(COLUMNS) - 1)
-LINE_TEXT_COLUMNS = (0, 1)
+_LINE_COLUMNS = ("FROM", "TO", "MB/S", "MB/S WHILE BUSY", "BUSY", "RESENT/S")
+_COLUMNS = ("RANK", "HOST", "PID", "STEP", "OPS/S", "MB/S", "IN OPS", "WAITS", "WAITED FOR", "NOW")
 # Keys that sort by a column; the largest first, but for ranks.
 _SORTS: dict[str, tuple[str, Callable[[Row], float]]] = {
     "r": ("rank", lambda row: row.rank),
@@ -187,19 +177,20 @@ def lines(before: Sequence[Status], now: Sequence[Status]) -> list[LineRow]:
     return sorted(found, key=lambda line: -line.busy)
 
 
-def slow_lines(table: Sequence[LineRow]) -> str:
+def slow_lines(table: Sequence[LineRow], busy: float = _BUSY, slower: float = _SLOW) -> str:
     """Which lines are slow: one, all from a host, or all to a host.
 
     Args:
         table: the lines.
+        busy: the share of the time in which a slow line has bytes to move, at least.
+        slower: its rate is less than this part of the median.
 
     Returns:
-        A sentence; "" if none is busy for a fifth of the time and less than half as fast as the
-        median.
+        A sentence; "" if none is slow.
     """
     rates = [line.rate for line in table if line.rate > 0]
-    limit = _SLOW * statistics.median(rates) if rates else 0.0
-    slow = [line for line in table if 0 < line.rate < limit and line.busy >= _BUSY]
+    limit = slower * statistics.median(rates) if rates else 0.0
+    slow = [line for line in table if 0 < line.rate < limit and line.busy >= busy]
     if not slow:
         return ""
     worst = min(slow, key=lambda line: line.rate)
@@ -298,17 +289,19 @@ def _doing(status: Status, waiting: Sequence[tuple[float, int]]) -> str:
     return f"not in the operation of {who}, for {max(waiting)[0]:.1f} s"
 
 
-def late_ranks(table: Sequence[Row]) -> set[int]:
-    """The ranks that the others wait for: 5 % of the time, and half as long as for any, or more.
+def late_ranks(table: Sequence[Row], waits: float = _WAITS, part: float = 0.5) -> set[int]:
+    """The ranks that the others wait for.
 
     Args:
         table: the rows of all ranks.
+        waits: the share of the time that another rank waits for a late one, at least.
+        part: of the longest such wait, at least.
 
     Returns:
         Their ranks.
     """
-    most = max((row.waited_for for row in table), default=0.0)
-    return {row.rank for row in table if row.missing or row.waited_for >= max(WAITS, most / 2)}
+    least = max(waits, part * max((row.waited_for for row in table), default=0.0))
+    return {row.rank for row in table if row.missing or row.waited_for >= least}
 
 
 def headline(table: Sequence[Row], job: str) -> str:
@@ -328,7 +321,7 @@ def headline(table: Sequence[Row], job: str) -> str:
     if missing:
         return f"{text}. An operation of others waits for {ranks_text(missing)}."
     if not late_ranks(table):
-        return f"{text}. No rank is waited for {WAITS:.0%} of the time."
+        return f"{text}. No rank is waited for {_WAITS:.0%} of the time."
     late = max(table, key=lambda row: row.waited_for)
     on = f" on {late.host}" if hosts > 1 else ""
     return f"{text}. The others wait {late.waited_for:.0%} of the time for rank {late.rank}{on}."
@@ -341,11 +334,55 @@ class View(NamedTuple):
         headline: in words.
         rows: of the ranks.
         lines: between hosts, the busiest first.
+        notes: sentences on what is not shown: damaged files, other jobs.
     """
 
     headline: str
     rows: list[Row]
     lines: list[LineRow]
+    notes: Sequence[str] = ()
+
+
+class Table(NamedTuple):
+    """A table as text.
+
+    Attributes:
+        columns: their names.
+        texts: the columns of words; the others have numbers.
+        rows: of each, whether it is of a late rank, and its cells.
+    """
+
+    columns: Sequence[str]
+    texts: Sequence[int]
+    rows: Sequence[tuple[bool, Sequence[str]]]
+
+    def __str__(self) -> str:
+        lines = [self.columns, *(cells for _, cells in self.rows)]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        return "\n".join(
+            "  ".join(
+                cell.ljust(width) if at in self.texts else cell.rjust(width)
+                for at, (cell, width) in enumerate(zip(line, widths, strict=True))
+            ).rstrip()
+            for line in lines
+        )
+
+
+def tables(view: View, order: Callable[[Row], float] = lambda row: row.rank) -> list[Table]:
+    """The tables of a view.
+
+    Args:
+        view: what to show.
+        order: what sorts the ranks.
+
+    Returns:
+        That of the ranks, and that of the lines between hosts if there are any.
+    """
+    late = late_ranks(view.rows)
+    ranks = [(row.rank in late, row.cells()) for row in sorted(view.rows, key=order)]
+    between = [(False, line.cells()) for line in view.lines[:_MOST_LINES]]
+    found = [Table(_COLUMNS, (1, len(_COLUMNS) - 1), ranks)]
+    return found + [Table(_LINE_COLUMNS, (0, 1), between)] * bool(between)
 
 
 class Looks:
@@ -355,22 +392,25 @@ class Looks:
         self._before: dict[int, Status] = {}
         self._last: dict[int, Status] = {}
         self._changed: dict[int, float] = {}  # when a rank's figures did, on time.monotonic()
-        self._job = ""
+        self._job = ("", "")
 
-    def add(self, now: Sequence[Status], *, all_write: bool = True) -> View:
+    def add(
+        self, now: Sequence[Status], notes: Sequence[str] = (), *, all_write: bool = True
+    ) -> View:
         """Looks once more.
 
         Args:
             now: what the ranks of a job have written last.
+            notes: of the view.
             all_write: whether a rank that is not in it has ended; else it is still shown.
 
         Returns:
             What there is to see.
         """
-        if now and now[0].job != self._job:
+        if now and (now[0].job, now[0].meeting) != self._job:
             for kept in (self._before, self._last, self._changed):
                 kept.clear()
-            self._job = now[0].job
+            self._job = now[0].job, now[0].meeting
         there = {status.rank for status in now}
         lost = [] if all_write else [s for rank, s in self._last.items() if rank not in there]
         now = sorted([*now, *lost], key=lambda status: status.rank)
@@ -385,7 +425,7 @@ class Looks:
         latest = [dataclasses.replace(self._last[s.rank], age=self._age(s)) for s in now]
         table, between = rows(before, latest), lines(before, latest)
         line = headline(table, now[0].job) if now else "no rank has answered"
-        return View(f"{line} {slow_lines(between)}".rstrip(), table, between)
+        return View(f"{line} {slow_lines(between)}".rstrip(), table, between, notes)
 
     def _age(self, status: Status) -> float:
         """Seconds since its figures were new; clocks of other hosts do not tell."""
@@ -394,61 +434,98 @@ class Looks:
 
 
 class Source:
-    """Where the metrics of a job are: a folder, or torch's debug server."""
+    """Where the metrics of a job are: a folder, or torch's debug server.
+
+    Args:
+        where: a folder, or an address.
+        job: a job's name, or the first letters of what tells it from others; "" for any.
+    """
 
     def __init__(self, where: str, job: str = "") -> None:
         self._where, self._job = where, job
         self._looks = Looks()
 
     def look(self) -> View:
-        """Looks once more.
+        """Looks once more, at the job that has begun last of those that still write.
 
         Raises:
             ValueError: nothing can be read there, with what to do.
         """
         by_page = self._where.startswith(("http://", "https://"))
-        found = self._of_page() if by_page else self._of_folder()
-        jobs = {status.job for status in found}
-        if not self._job and found:
-            newest = min(found, key=lambda status: (status.age, -status.updated))
-            now = [status for status in found if status.job == newest.job]
-        else:
-            now = [status for status in found if status.job == self._job]
-        if not now:
-            raise ValueError(
+        damages = Damages()
+        jobs: dict[tuple[str, str], list[Status]] = defaultdict(list)
+        for status in (self._of_page if by_page else self._of_folder)(damages):
+            jobs[status.job, status.meeting].append(status)
+        notes = damages.sentences()
+        named = [job for job in jobs if job[0] == self._job]
+        named = named or [job for job in jobs if job[1].startswith(self._job)]
+        if not named:
+            others = sorted({job for job, _ in jobs})
+            notes.append(
                 f"no rank{f' of job {self._job}' if self._job else ''} has written metrics to "
-                f"{self._where}{f', but of {listed(sorted(jobs))}' if jobs else ''}: start the job "
+                f"{self._where}{f', but of {listed(others)}' if others else ''}: start the job "
                 "with RINGREDUCE_METRICS=FOLDER, and give that folder"
             )
-        return self._looks.add(now, all_write=not by_page)
+            raise ValueError("\n".join(notes))
+        ages = {job: min(status.age for status in jobs[job]) for job in named}
+        write = [job for job in named if ages[job] <= _STALE] or named
+        shown = max(write, key=lambda job: (max(s.started for s in jobs[job]), -ages[job]))
+        others = sorted(_name(job) for job in write if job != shown)
+        if others:
+            more = [f"{len(others) - _MOST_JOBS} more"] if len(others) > _MOST_JOBS else []
+            notes.append(
+                f"{_name(shown)} is shown; {listed(others[:_MOST_JOBS] + more)} write there too: "
+                "--job takes a name, or the first letters of what stands behind it"
+            )
+        return self._looks.add(jobs[shown], notes, all_write=not by_page)
 
-    def _of_page(self) -> list[Status]:
+    def _of_page(self, damages: Damages) -> list[Status]:
         url = self._where.rstrip("/") + "/ringreduce_metrics"
         try:
             with urllib.request.urlopen(url, timeout=10) as answer:
-                return statuses([answer.read().decode()])
-        except (urllib.error.URLError, OSError) as error:
+                return statuses(answer.read(MOST_BYTES), url, damages)
+        except (OSError, ValueError, http.client.HTTPException) as error:
             raise ValueError(
                 f"{url} does not answer ({error}): start the debug server on all ranks with "
                 "handlers=ringreduce.debug_server.handlers() (docs/see.md)"
             ) from error
 
-    def _of_folder(self) -> list[Status]:
+    def _of_folder(self, damages: Damages) -> list[Status]:
         folder = Path(self._where)
-        if not folder.is_dir():
-            raise ValueError(f"{folder} is not a folder: give the one of RINGREDUCE_METRICS")
-        written: list[tuple[float, list[Status]]] = []
-        for path in folder.glob("*.prom"):
-            # It may be another program's; and a rank ends, or writes another one meanwhile.
-            with contextlib.suppress(OSError, ValueError, LookupError):
-                if path.is_file():
-                    written.append((path.stat().st_mtime, statuses([path.read_text()])))
+        try:
+            names = sorted(name for name in os.listdir(folder) if name.endswith(".prom"))
+        except OSError as error:
+            raise ValueError(
+                f"{folder} is not a folder that can be read ({error.strerror}): give the one of "
+                "RINGREDUCE_METRICS"
+            ) from error
+        found: dict[tuple[str, str, int], Status] = {}
+        written: dict[tuple[str, str, int], float] = {}
+        for path in (folder / name for name in names):
+            try:
+                at = path.stat().st_mtime
+                of_file = statuses(contents(path, MOST_BYTES), str(path), damages)
+            except (OSError, Damaged) as error:
+                if os.path.lexists(path):  # else the rank has ended meanwhile
+                    why = getattr(error, "strerror", None)
+                    text = f"{path} cannot be read: {why}" if why else str(error)
+                    damages.add(text.removeprefix(str(path)), text)
+                continue
+            for status in of_file:
+                of = status.job, status.meeting, status.rank
+                if of in found:
+                    text = f"{path} is of rank {status.rank} of {status.job}, as another file is"
+                    damages.add("twice", f"{text}: the newer one counts")
+                if of not in found or status.updated > found[of].updated:
+                    found[of], written[of] = status, at
         # One clock dates all files of a folder, those of hosts may differ.
-        newest = max((at for at, _ in written), default=0.0)
-        for at, found in written:
-            for status in found:
-                status.age = newest - at
-        return [status for _, found in written for status in found]
+        for of, at in written.items():
+            found[of].age = max(written.values()) - at
+        return list(found.values())
+
+
+def _name(job: tuple[str, str]) -> str:
+    return " ".join(filter(None, (job[0], job[1][:8])))
 
 
 def as_text(view: View) -> str:
@@ -458,26 +535,9 @@ def as_text(view: View) -> str:
         view: what to show.
 
     Returns:
-        Lines of text.
+        Lines of text, without the notes.
     """
-    ranks = _aligned(COLUMNS, [row.cells() for row in view.rows], TEXT_COLUMNS)
-    return "\n\n".join(filter(None, [view.headline, ranks, _lines_text(view)]))
-
-
-def _lines_text(view: View) -> str:
-    cells = [line.cells() for line in view.lines[:MOST_LINES]]
-    return _aligned(LINE_COLUMNS, cells, LINE_TEXT_COLUMNS) if cells else ""
-
-
-def _aligned(names: Sequence[str], cells: Sequence[Sequence[str]], texts: Sequence[int]) -> str:
-    widths = [max(map(len, column)) for column in zip(names, *cells, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if at in texts else cell.rjust(width)
-            for at, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in (names, *cells)
-    )
+    return "\n\n".join([view.headline, *map(str, tables(view))])
 
 
 def app(source: Source, every: float) -> App[None]:
@@ -515,7 +575,7 @@ def app(source: Source, every: float) -> App[None]:
 
         def on_mount(self) -> None:
             self.sorted_by = "r"
-            self.query_one(textual.widgets.DataTable).add_columns(*COLUMNS)
+            self.query_one(textual.widgets.DataTable).add_columns(*_COLUMNS)
             self.look()
             self.set_interval(every, self.look)
 
@@ -531,23 +591,25 @@ def app(source: Source, every: float) -> App[None]:
             self.show()
 
         def show(self) -> None:
-            self.query_one("#headline", textual.widgets.Static).update(self.view.headline)
-            self.query_one("#lines", textual.widgets.Static).update(_lines_text(self.view))
+            ranks, *between = tables(self.view, _SORTS[self.sorted_by][1])
+            for name, text in (
+                ("#headline", "\n".join([self.view.headline, *self.view.notes])),
+                ("#lines", "".join(map(str, between))),
+            ):
+                self.query_one(name, textual.widgets.Static).update(text)
             table = self.query_one(textual.widgets.DataTable)
             at = table.cursor_coordinate
             scrolled = table.scroll_y
             table.clear()
-            late_ones = late_ranks(self.view.rows)
-            for row in sorted(self.view.rows, key=_SORTS[self.sorted_by][1]):
-                late = row.rank in late_ones
+            for late, cells in ranks.rows:
                 table.add_row(
                     *(
                         Text(
                             cell,
                             style="bold red" if late else "",
-                            justify="left" if column in TEXT_COLUMNS else "right",
+                            justify="left" if column in ranks.texts else "right",
                         )
-                        for column, cell in enumerate(row.cells())
+                        for column, cell in enumerate(cells)
                     )
                 )
             if table.row_count:
@@ -567,7 +629,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "where", help="the folder of RINGREDUCE_METRICS, or a debug server's address"
     )
     parser.add_argument(
-        "--job", default="", help="its name, if several write there; else the newest"
+        "--job", default="", help="its name or the first letters of its identity; else the newest"
     )
     parser.add_argument("--every", type=float, default=1.0, help="seconds between two looks")
     parser.add_argument("--once", action="store_true", help="print the table, and end")
@@ -576,14 +638,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--every {given.every} is not a time")
     source = Source(given.where, given.job)
     try:
-        require_client()
         if not given.once:
             app(source, given.every).run()
             return 0
         source.look()
         time.sleep(max(given.every, 1.1))  # ranks write once a second
-        print(as_text(source.look()))
-    except (ValueError, ImportError) as error:
+        view = source.look()
+        print("".join(f"{note}\n" for note in view.notes), file=sys.stderr, end="")
+        print(as_text(view), flush=True)
+    except (ValueError, ImportError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
     return 0
