@@ -10,6 +10,7 @@ import json
 import math
 import os
 import random
+import resource
 import statistics
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ringreduce._backend import extension
 from ringreduce._processes import end, torchrun_variables
-from ringreduce.plan import constants, lines, measure, model, step
+from ringreduce.plan import constants, curve, lines, measure, model, step
 from ringreduce.plan.__main__ import main
 from ringreduce.plan.constants import Point
 from ringreduce.plan.lines import Line
@@ -400,6 +401,102 @@ def test_without_constants_the_error_says_how_to_get_them(
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 2
     assert all("ringreduce.plan measure" in line for line in said)
+
+
+ODD = [None, True, -1, 0, 1e308, 10**400, math.nan, math.inf, -math.inf, "", "x", "\x1b[2J", [], {},
+       [[1, 1], [1, 1]], [[2, 1], [1, 1]], {"": 1}, 1.5]  # fmt: skip
+
+
+def damaged_json(value: object, draw: random.Random) -> object:
+    """The document with one value replaced, lost or doubled."""
+    if isinstance(value, dict) and value and draw.random() < 0.95:
+        key = draw.choice(list(value))
+        if draw.random() < 0.1:
+            return {other: value[other] for other in value if other != key}
+        return {**value, key: damaged_json(value[key], draw)}
+    if isinstance(value, list) and value and draw.random() < 0.95:
+        at = draw.randrange(len(value))
+        if draw.random() < 0.2:
+            return value[:at] + draw.choice([[], [value[at]] * 2]) + value[at + 1 :]
+        return [*value[:at], damaged_json(value[at], draw), *value[at + 1 :]]
+    return draw.choice(ODD)
+
+
+def test_no_damaged_file_breaks_the_planner(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, draw = tmp_path / "plan.json", random.Random(5)
+    sizes = (KIB, MIB)
+    inside = [
+        Point(kind, s, "", Job(2), s * 1e-9, 1e-9, 1e-9) for kind in model.KINDS for s in sizes
+    ]
+    points = [*inside, *(Point("all_reduce", s, "", between(2), s * 1e-8, 1e-9, 1) for s in sizes)]
+    about = {"created": "today", "machine": {"cpu": "a CPU", "cores": 2}}
+    constants.save(path, constants.fit(points, Model(cores=2)), about, points)
+    whole = path.read_text()
+    monkeypatch.setattr(measure, "flops_of_a_rank", lambda: 1e9)
+    monkeypatch.setattr(measure, "measure_here", lambda *_: inside[:2])
+    used = 0
+    for case in range(600):
+        if draw.random() < 0.7:
+            text = json.dumps(damaged_json(json.loads(whole), draw)).encode()
+        else:
+            changed = bytearray(whole.encode())
+            for _ in range(draw.choice([1, 10, 100])):
+                changed[draw.randrange(len(changed))] ^= 1 << draw.randrange(8)
+            text = bytes(changed[: draw.choice([len(changed), draw.randrange(len(changed))])])
+        path.write_bytes(text)
+        command = draw.choice(
+            [["--ranks", "2,64", "--sizes", "1,1M"], ["--model", "1M", "--ranks", "4"],
+             ["--link", "1Gbit,5ms", "--per-host", "2", "--codec", "best", "--ranks", "64"],
+             ["--json", "--model", "1M", "--link", "1Gbit", "--ranks", "8"]]
+        )  # fmt: skip
+        code = main(["-c", str(path), *command])
+        out, err = capsys.readouterr()
+        assert (code, bool(out), len(err.splitlines())) in ((0, True, 0), (2, False, 1)), case
+        assert code == 0 or str(path) in err or "was not measured" in err, (case, err)
+        assert (out + err).replace("\n", "").isprintable(), case
+        used += code == 0
+        if case % 8 == 0:
+            assert main(["measure", "-o", str(path)]) == 0, case
+            assert constants.load(path)[0].cores >= 1
+            capsys.readouterr()
+    assert 60 < used < 540  # damaged points do no harm here
+
+
+@pytest.mark.parametrize("kind", ["a FIFO", "a folder", "a link to itself", "a link to nothing"])
+def test_what_is_no_file_is_neither_read_nor_replaced(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.json"
+    if kind == "a FIFO":
+        os.mkfifo(path)
+    elif kind == "a folder":
+        path.mkdir()
+    else:
+        path.symlink_to(path if kind == "a link to itself" else tmp_path / "nowhere")
+    assert main(["-c", str(path), "--sizes", "1K"]) == 2
+    said = capsys.readouterr().err
+    assert len(said.splitlines()) == 1 and str(path) in said and "plan measure" in said
+    if not path.is_symlink():
+        assert main(["measure", "-o", str(path)]) == 2
+        assert "no file" in capsys.readouterr().err
+        with pytest.raises(FileExistsError):
+            curve.draw(path, step.described(1e6, 4, 1.0, 0), Model(), between, [2], [""], [])
+    assert os.listdir(tmp_path) == ["plan.json"]
+
+
+def test_a_full_disk_leaves_the_constants_that_were_there(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    constants.save(path, Model(), {"created": "today"}, [])
+    kept, before = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, before[1]))
+    try:
+        with pytest.raises(OSError):
+            constants.save(path, Model(), {"created": "later"}, [])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert path.read_bytes() == kept and os.listdir(tmp_path) == ["plan.json"]
 
 
 # ---- steps

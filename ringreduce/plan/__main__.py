@@ -360,7 +360,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if command == "check":
             return _check(_check_parser().parse_args(rest))
         return _plan(_parser().parse_args(arguments))
-    except (ValueError, RuntimeError, OSError) as error:
+    except (ValueError, RuntimeError, OSError, ArithmeticError) as error:
         print(f"python -m ringreduce.plan: {error}", file=sys.stderr)
         return 2
 

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import statistics
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import datetime, timezone
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ringreduce._files import Damaged, check, contents, natural, replacing
 from ringreduce.plan.lines import Line
-from ringreduce.plan.model import Job, Model, Sockets, Table
+from ringreduce.plan.model import CODECS, KINDS, Job, Model, Sockets, Table
 
 _VERSION = 1
+_MOST_BYTES = 1 << 26
 # Of the loopback interface: no line limits it.
 LOOPBACK = Line(rate=1e12, mtu=65535)
 _UNNOTICED = 0.1  # of the cores, for other programs
@@ -60,11 +65,9 @@ def default_path() -> Path:
 def require_writable(path: Path) -> None:
     """Raises OSError, before minutes are spent, if the file could not be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.is_dir():
-        raise IsADirectoryError(f"{path} is a folder")
-    fresh = path.with_name(f"{path.name}.new")
-    fresh.touch()
-    fresh.unlink()
+    if path.exists() and not path.is_file():
+        raise FileExistsError(f"{path} is no file: nothing is written in its place")
+    tempfile.TemporaryFile(dir=path.parent).close()
 
 
 def save(path: Path, model: Model, about: dict[str, Any], points: Sequence[Point]) -> None:
@@ -74,40 +77,112 @@ def save(path: Path, model: Model, about: dict[str, Any], points: Sequence[Point
         "version": _VERSION, "about": about | {"others": others}, "model": asdict(model),
         "points": [asdict(point) for point in points],
     }  # fmt: skip
-    fresh = path.with_name(f"{path.name}.new")
-    fresh.write_text(json.dumps(document, indent=1) + "\n")
-    fresh.replace(path)
+    with replacing(path) as file:
+        file.write(json.dumps(document, indent=1) + "\n")
+
+
+# What is in the file, for `check`.
+
+
+def _amount(value: Any) -> bool:
+    return isinstance(value, (int, float)) and value is not True and 1e-18 < value < 1e18
+
+
+def _count(value: Any) -> bool:
+    return natural(value) and _amount(value)
+
+
+def _part(value: Any) -> bool:
+    return _amount(value + 1) and 0 <= value <= 1
+
+
+def _words(value: Any) -> bool:
+    return isinstance(value, str) and value.isprintable() and len(value) < 200
+
+
+def _spread(value: Any) -> bool:
+    return all(_amount(one) and one < 100 for one in value.values())
+
+
+def _table(value: Any) -> bool:
+    """Pairs of bytes and seconds, in ascending order of bytes."""
+    for points in (points for kinds in value.values() for points in kinds.values()):
+        check(points, [lambda pair: len(pair) == 2 and all(map(_amount, pair))])
+        if not points or any(a[0] >= b[0] for a, b in pairwise(points)):
+            return False
+    return all(0 < int(ranks) < 1e18 for ranks in value)
+
+
+_SOCKETS = dict.fromkeys((one.name for one in fields(Sockets)), _amount)
+_MODEL = {
+    "sockets": _SOCKETS,
+    "shared": _table,
+    "spread": _spread,
+    "flops": _amount,
+    "fitted": lambda value: len(value) == 2 and all(map(_count, value)),
+    "cores": natural,
+}
+_ABOUT = {"created": _words, "others?": _part, "machine?": {"cpu?": _words, "cores?": natural}}
+_POINT = {"kind": lambda kind: kind in KINDS, "codec": lambda codec: codec in ("", *CODECS),
+          "size": _count, "seconds": _amount, "low": _amount, "high": _amount, "others?": _part,
+          "job": {"ranks": _count, "hosts": _count, "cores": natural}}  # fmt: skip
+
+
+@contextlib.contextmanager
+def _document(path: Path) -> Iterator[Any]:
+    """What is in the file; the context's errors are those of a damaged file."""
+    measure = "run `python -m ringreduce.plan measure` (a minute)"
+    try:
+        found = json.loads(contents(path, _MOST_BYTES))
+        if found["version"] != _VERSION:
+            raise Damaged("it is of another version of ringreduce")
+        yield found
+    except (
+        LookupError,
+        TypeError,
+        AttributeError,
+        ValueError,
+        ArithmeticError,
+        RecursionError,
+    ) as e:
+        if isinstance(e.__cause__, FileNotFoundError):
+            raise ValueError(f"there are no constants in {path}: {measure}") from None
+        raise ValueError(f"{path} cannot be used ({e}): {measure}") from None
 
 
 def load(path: Path) -> tuple[Model, dict[str, Any]]:
     """The constants, and what they were measured on and beside (`warning`).
 
     Raises:
-        ValueError: there is no such file, or it is of another version; the text says what to do.
+        ValueError: there is no such file, it is of another version, or damaged; the text says what
+            to do.
     """
-    measure = "run `python -m ringreduce.plan measure` (a minute)"
-    try:
-        document = json.loads(path.read_text())
-        if document["version"] != _VERSION:
-            raise ValueError("it is of another version of ringreduce")
-        found = document["model"]
-        _require_numbers(found)
-        shared: Table = {
-            int(ranks): {kind: [(s, t) for s, t in points] for kind, points in kinds.items()}
-            for ranks, kinds in found.pop("shared").items()
-        }
-        sockets = Sockets(**found.pop("sockets"))
-        ranks, hosts = found.pop("fitted")
-        if min(ranks, hosts) < 1:
-            raise ValueError("it was fitted to nothing")
-        model = Model(sockets=sockets, shared=shared, fitted=(ranks, hosts), **found)
-        about = document["about"]
-        about["others"] = float(about.get("others", 0.0))
-        return model, about | {"machine": {"cpu": "?", "cores": 0, **about.get("machine", {})}}
-    except FileNotFoundError:
-        raise ValueError(f"there are no constants in {path}: {measure}") from None
-    except (OSError, LookupError, TypeError, AttributeError, ArithmeticError, ValueError) as error:
-        raise ValueError(f"{path} cannot be used ({error!r}): {measure}") from None
+    with _document(path) as document:
+        check(document, {"about": _ABOUT, "model": _MODEL})
+        found, about = document["model"], document["about"]
+        shared: Table = {int(ranks): kinds for ranks, kinds in found.pop("shared").items()}
+        for kinds in shared.values():
+            kinds |= {kind: [(s, t) for s, t in points] for kind, points in kinds.items()}
+        sockets, fitted = Sockets(**found.pop("sockets")), tuple(found.pop("fitted"))
+        machine = {"cpu": "?", "cores": 0, **about.get("machine", {})}
+        model = Model(sockets=sockets, shared=shared, fitted=fitted, **found)
+        return model, {"others": 0.0, **about, "machine": machine}
+
+
+def load_points(path: Path) -> list[Point]:
+    """The times that the constants in a file were fitted to.
+
+    Raises:
+        ValueError: as `load`.
+    """
+    with _document(path) as document:
+        check(document, {"points": [_POINT]})
+        found = []
+        for entry in document["points"]:
+            job = entry.pop("job")
+            line = job.pop("line")
+            found.append(Point(job=Job(line=Line(**line) if line else None, **job), **entry))
+        return found
 
 
 def warning(others: float) -> str:
@@ -119,25 +194,6 @@ def warning(others: float) -> str:
         "measured, so predicted times may be too long: run `python -m ringreduce.plan measure` "
         "again when nothing else runs"
     )
-
-
-def _require_numbers(found: Any) -> None:
-    """Raises ValueError for a number that is none, or not above 0."""
-    for value in found.values() if isinstance(found, dict) else found:
-        if isinstance(value, (dict, list)):
-            _require_numbers(value)
-        elif not (math.isfinite(value) and value >= 0):
-            raise ValueError(f"{value} is no time")
-
-
-def load_points(path: Path) -> list[Point]:
-    """The times that the constants in a file were fitted to; the file is one that `load` takes."""
-    found = []
-    for entry in json.loads(path.read_text())["points"]:
-        job = entry.pop("job")
-        line = job.pop("line")
-        found.append(Point(job=Job(line=Line(**line) if line else None, **job), **entry))
-    return found
 
 
 def today() -> str:
@@ -167,7 +223,7 @@ def joined(earlier: Sequence[Point], new: Sequence[Point], add: bool) -> list[Po
 
 # ---- fitting
 
-_NAMES = tuple(one.name for one in fields(Sockets))
+_NAMES = tuple(_SOCKETS)
 
 
 def _sockets(logs: Sequence[float]) -> Sockets:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import IO
 
+from ringreduce._files import replacing
 from ringreduce.plan.model import Job, Model
 from ringreduce.plan.step import Step, predict
 
@@ -35,7 +37,16 @@ def draw(
         ValueError: matplotlib is not installed.
         OSError: the picture cannot be written there.
     """
-    path.touch()
+    with replacing(path, "wb") as file:
+        return _draw(
+            file, path.suffix[1:] or "png", step, model, job_of, ranks, codecs, assumptions
+        )
+
+
+def _draw(
+    file: IO[bytes], kind: str, step: Step, model: Model, job_of: Callable[[int], Job],
+    ranks: Sequence[int], codecs: Sequence[str], assumptions: Sequence[str],
+) -> dict[str, list[float]]:  # fmt: skip
     try:
         import matplotlib
     except ImportError:
@@ -64,6 +75,6 @@ def draw(
     axes.grid(alpha=0.3)
     axes.legend(loc="lower left")
     figure.suptitle("\n".join(assumptions), fontsize=8, x=0.01, ha="left")
-    figure.savefig(path, dpi=120)
+    figure.savefig(file, format=kind, dpi=120)
     pyplot.close(figure)
     return found
