@@ -309,11 +309,11 @@ def test_jobs_of_one_name_share_a_folder(
             stop.touch()
         assert [done.returncode for job in jobs for done in job.result()] == [0] * 3
     assert [one.out.partition(" on ")[0] for one in said] == [
-        "train: 1 ranks", "train: 2 ranks", "train: 1 ranks", ""
+        "train: 1 rank", "train: 2 ranks", "train: 1 rank", ""
     ]  # fmt: skip
     assert said[0].err == (
-        f"train {new[:8]} is shown; train {old[:8]} write there too: --job takes a name, or the "
-        "first letters of what stands behind it\n"
+        f"of the jobs that write there, train {new[:8]} is shown, and not train {old[:8]}: --job "
+        "takes a name, or the first letters of what stands behind it\n"
     )
     assert said[1].err == "" and said[2].err == said[0].err
     assert "no rank of job other has written" in said[3].err and "of train:" in said[3].err
@@ -343,6 +343,46 @@ def _writes_where_there_is_no_space(rank: Rank, folder: str) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         writer.stop()
     assert os.listdir(folder) == []
+
+
+def test_the_file_of_an_earlier_group_is_removed(
+    pool: Pool, world: MakeWorld, tmp_path: Path
+) -> None:
+    call = pool.start(_makes_groups, world(0), pool.name(), str(tmp_path), ranks=2, fresh=True)
+    first, second = call.results()
+    assert first == second and len(set(first)) == len(first)
+
+
+def _makes_groups(rank: Rank, prefix: str, folder: str) -> list[str]:
+    """What the names of this rank's files have for the job, one after the other."""
+    metrics._EVERY = 0.05
+    writer, found = metrics._Writer(folder), []
+
+    def own() -> str:
+        """When only one file of this rank is left."""
+        seen = [n for n in os.listdir(folder) if n.endswith(f"-rank{rank.rank}.prom")]
+        return seen[0].split("-")[-2] if len(seen) == 1 else ""
+
+    for made in range(2):
+        rank.init(f"{prefix}/{made}", size=2)
+        assert wait_until(lambda: own() not in ("", *found))
+        found.append(own())
+        dist.destroy_process_group()
+    dist.init_process_group(
+        "gloo", store=rank.store(f"{prefix}/gloo"), rank=rank.rank, world_size=2
+    )
+    group = dist.new_group([rank.rank], backend="ringreduce", use_local_synchronization=True)
+    assert wait_until(lambda: own() == str(os.getpid()))  # no group has all ranks
+    dist.barrier()
+    assert len(statuses(metrics.text())) == 1
+    dist.new_group(backend="ringreduce")
+    assert wait_until(lambda: own() not in ("", str(os.getpid())))
+    found.append(own())
+    assert dist.get_world_size(group) == 1
+    dist.destroy_process_group()
+    writer.stop()
+    assert own() == ""
+    return found
 
 
 def test_a_bad_variable_ends_no_program(

@@ -371,10 +371,10 @@ class Status:
     meeting: str = ""
     started: float = 0.0
     updated: float = 0.0
-    step: int = 0
-    operations: int = 0
-    failed: int = 0
-    bytes: int = 0
+    step: float = 0
+    operations: float = 0
+    failed: float = 0
+    bytes: float = 0
     seconds: float = 0.0
     waited: dict[int, float] = field(default_factory=lambda: defaultdict(float))
     lines: dict[int, list[float]] = field(default_factory=lambda: defaultdict(lambda: [0.0] * 3))
@@ -406,8 +406,9 @@ _SAMPLE = re.compile(
     r'ringreduce_(\w+?)(?:_total)?\{((?:\w+="(?:[^"\\]|\\.)*",?)*)\} (\S+)\s*', re.ASCII
 )
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"', re.ASCII)
-_SUMS = {"operations": "operations", "failed_operations": "failed", "bytes": "bytes",
-         "operation_seconds": "seconds"}  # fmt: skip
+_FIELDS = {"operations": "operations", "failed_operations": "failed", "bytes": "bytes",
+           "operation_seconds": "seconds", "started_seconds": "started",
+           "updated_seconds": "updated", "step": "step"}  # fmt: skip
 
 
 def statuses(
@@ -476,20 +477,13 @@ def _add(status: Status, name: str, labels: dict[str, str], value: float) -> Non
     """Raises LookupError, ValueError: a label is missing, or cannot be."""
     if name in ("operations", "failed_operations"):
         status.done[labels["comm_name"]] += int(value)
-    if name in _SUMS:
-        sum_ = getattr(status, _SUMS[name])
-        setattr(status, _SUMS[name], sum_ + type(sum_)(value))
+    if name in _FIELDS:
+        setattr(status, _FIELDS[name], getattr(status, _FIELDS[name]) + value)
     elif name == "rank":
         if status.pid:
             raise ValueError("it is another process")
         status.host, status.pid = labels["host"], _natural(labels["pid"])
         status.meeting = labels.get("meeting", "")
-    elif name == "started_seconds":
-        status.started = value
-    elif name == "updated_seconds":
-        status.updated = value
-    elif name == "step":
-        status.step = int(value)
     elif name == "wait_seconds":
         status.waited[_natural(labels["late_rank"])] += value
     elif name in _LINES:

@@ -132,15 +132,24 @@ def rows(before: Sequence[Status], now: Sequence[Status]) -> list[Row]:
     Returns:
         A row for each rank of the later look.
     """
-    steps = _steps(before, now)
-    waits = {  # of each rank, for each: shares of the time
-        step.now.rank: {
-            late: max(0.0, seconds - step.before.waited.get(late, 0.0)) / step.span
-            for late, seconds in step.now.waited.items()
-        }
-        for step in steps.values()
-    }
-    return [_row(status, steps.get(status.rank), now, waits) for status in now]
+    rates = {rank: rate for rank, (rate, _) in _rates(before, now).items()}
+    found = []
+    for status in now:
+        rank, rate = status.rank, rates.get(status.rank, Status(status.rank, ""))
+        waiting = _waiting_for(status, now)
+        row = Row(
+            rank, status.host, status.pid, int(status.step), rate.operations, rate.bytes / 1e6,
+            # An operation counts when it ends: a long one may be longer than the time between.
+            inside=min(1.0, rate.seconds),
+            waits=min(1.0, sum(rate.waited.values())),
+            # Not the mean: between hosts only its neighbour may see when it came, and a rank of a
+            # small group stops few others.
+            waited_for=min(1.0, max([0.0, *(r.waited.get(rank, 0.0) for r in rates.values())])),
+            now=_doing(status, waiting),
+            missing=bool(waiting) and not status.running,
+        )  # fmt: skip
+        found.append(row)
+    return found
 
 
 def lines(before: Sequence[Status], now: Sequence[Status]) -> list[LineRow]:
@@ -154,27 +163,76 @@ def lines(before: Sequence[Status], now: Sequence[Status]) -> list[LineRow]:
     """
     hosts = {status.rank: status.host for status in now}
     found = []
-    for step in _steps(before, now).values():
-        for receiver, use in step.now.lines.items():
-            last = step.before.lines.get(receiver, [0.0] * 3)
-            size, busy, resent = (max(0.0, a - b) for a, b in zip(use, last, strict=True))
-            if size == 0:
-                continue
-            tells = size >= _LEAST_MOVED and busy >= _LEAST_BUSY
-            found.append(
-                LineRow(
-                    sender=step.now.rank,
-                    receiver=receiver,
-                    sender_host=step.now.host,
-                    receiver_host=hosts.get(receiver, "?"),
-                    megabytes=size / step.span / 1e6,
-                    # Seconds are known when an operation ends; it may be longer than the span.
-                    busy=min(1.0, busy / step.span),
-                    resent=resent / step.span,
-                    rate=size / busy / 1e6 if tells else 0.0,
-                )
-            )
+    for rank, (rate, span) in _rates(before, now).items():
+        for to, (size, busy, resent) in rate.lines.items():
+            tells = size * span >= _LEAST_MOVED and busy * span >= _LEAST_BUSY
+            line = LineRow(
+                rank, to, rate.host, hosts.get(to, "?"), size / 1e6,
+                # Seconds are known when an operation ends; it may be longer than the span.
+                min(1.0, busy), resent, size / busy / 1e6 if tells else 0.0,
+            )  # fmt: skip
+            found += [line] * (size > 0)
     return sorted(found, key=lambda line: -line.busy)
+
+
+def _rates(before: Sequence[Status], now: Sequence[Status]) -> dict[int, tuple[Status, float]]:
+    """What each rank did a second between two looks, and the seconds between them.
+
+    Without ranks whose last figures are no news, or whose sums have begun anew.
+    """
+    old = {status.rank: status for status in before}
+    found = {}
+    for status in now:
+        last = old.get(status.rank, status)
+        span = status.updated - last.updated
+        grown = [
+            getattr(status, name) - getattr(last, name)
+            for name in ("operations", "bytes", "seconds")
+        ]
+        if not 0 < span < _OLD or status.age > _STALE or status.pid != last.pid or min(grown) < 0:
+            continue
+        operations, size, seconds = (sum_ / span for sum_ in grown)
+        rate = dataclasses.replace(
+            status, operations=operations, bytes=size, seconds=seconds,
+            waited={
+                late: max(0.0, sum_ - last.waited.get(late, 0.0)) / span
+                for late, sum_ in status.waited.items()
+            },
+            lines={
+                to: [max(0.0, a - b) / span for a, b in zip(use, last.lines[to], strict=True)]
+                for to, use in status.lines.items()
+            },
+        )  # fmt: skip
+        found[status.rank] = rate, span
+    return found
+
+
+def _waiting_for(status: Status, ranks: Sequence[Status]) -> list[tuple[float, int]]:
+    """The ranks that run an operation of a group of this rank without it, and for how long."""
+    return [  # a rank that has done more operations than the one that waits has been there
+        (seconds, other.rank)
+        for other in ranks
+        for group, seconds in other.running_seconds.items()
+        if seconds > _LONG
+        and other.age <= _STALE
+        and group in status.done
+        and status.done[group] <= other.done[group]
+    ]
+
+
+def _doing(status: Status, waiting: Sequence[tuple[float, int]]) -> str:
+    """`waiting`: as of `_waiting_for`."""
+    if status.age > _STALE:
+        return f"no news for {status.age:.0f} s"
+    if status.running:
+        seconds, text = max(
+            (status.running_seconds[of], text) for of, text in status.running.items()
+        )
+        return f"{text} for {seconds:.1f} s" if seconds >= 0.1 else text
+    if not waiting:
+        return "no operation"
+    who = ranks_text({rank for _, rank in waiting})
+    return f"not in the operation of {who}, for {max(waiting)[0]:.1f} s"
 
 
 def slow_lines(table: Sequence[LineRow], busy: float = _BUSY, slower: float = _SLOW) -> str:
@@ -204,91 +262,6 @@ def slow_lines(table: Sequence[LineRow], busy: float = _BUSY, slower: float = _S
     return f"The {worst} is slow: {text}."
 
 
-def _goes_on(before: Status, now: Status) -> bool:
-    """Whether the same process has written since, and its sums have not begun anew."""
-    return (
-        now.updated > before.updated
-        and now.updated - before.updated < _OLD
-        and now.pid == before.pid
-        and now.operations >= before.operations
-        and now.bytes >= before.bytes
-        and now.seconds >= before.seconds
-    )
-
-
-@dataclass(frozen=True)
-class _Step:
-    """Two looks at a rank, between which its sums have grown."""
-
-    before: Status
-    now: Status
-
-    @property
-    def span(self) -> float:
-        return self.now.updated - self.before.updated
-
-
-def _steps(before: Sequence[Status], now: Sequence[Status]) -> dict[int, _Step]:
-    """By rank; without ranks that have no rates, or whose last ones are no news."""
-    old = {status.rank: status for status in before}
-    return {
-        status.rank: _Step(old[status.rank], status)
-        for status in now
-        if status.rank in old and status.age <= _STALE and _goes_on(old[status.rank], status)
-    }
-
-
-def _row(
-    now: Status, step: _Step | None, ranks: Sequence[Status], waits: dict[int, dict[int, float]]
-) -> Row:
-    # A rank that has done more operations than the one that waits has been there.
-    waiting = [
-        (seconds, other.rank)
-        for other in ranks
-        for group, seconds in other.running_seconds.items()
-        if seconds > _LONG
-        and other.age <= _STALE
-        and group in now.done
-        and now.done[group] <= other.done[group]
-    ]
-    operations = size = seconds = 0.0
-    if step:
-        operations = (now.operations - step.before.operations) / step.span
-        size = (now.bytes - step.before.bytes) / step.span
-        seconds = (now.seconds - step.before.seconds) / step.span
-    return Row(
-        rank=now.rank,
-        host=now.host,
-        pid=now.pid,
-        step=now.step,
-        operations=operations,
-        megabytes=size / 1e6,
-        # An operation counts when it ends: a long one may be longer than the time between looks.
-        inside=min(1.0, seconds),
-        waits=min(1.0, sum(waits.get(now.rank, {}).values())),
-        # Not the mean: between hosts only its neighbour may see when it came, and a rank of a small
-        # group stops few others.
-        waited_for=min(1.0, max((of.get(now.rank, 0.0) for of in waits.values()), default=0.0)),
-        now=_doing(now, waiting),
-        missing=bool(waiting) and not now.running,
-    )
-
-
-def _doing(status: Status, waiting: Sequence[tuple[float, int]]) -> str:
-    """`waiting`: the ranks whose operation of a group of this rank runs, and for how long."""
-    if status.age > _STALE:
-        return f"no news for {status.age:.0f} s"
-    if status.running:
-        group = max(status.running, key=lambda name: status.running_seconds[name])
-        seconds = status.running_seconds[group]
-        text = status.running[group]
-        return f"{text} for {seconds:.1f} s" if seconds >= 0.1 else text
-    if not waiting:
-        return "no operation"
-    who = ranks_text({rank for _, rank in waiting})
-    return f"not in the operation of {who}, for {max(waiting)[0]:.1f} s"
-
-
 def late_ranks(table: Sequence[Row], waits: float = _WAITS, part: float = 0.5) -> set[int]:
     """The ranks that the others wait for.
 
@@ -315,7 +288,7 @@ def headline(table: Sequence[Row], job: str) -> str:
         A line of text.
     """
     hosts = len({row.host for row in table})
-    text = f"{job}: {len(table)} ranks on {hosts} host{'s' * (hosts != 1)}"
+    text = f"{job}: {len(table)} rank{'s' * (len(table) != 1)} on {hosts} host{'s' * (hosts != 1)}"
     text += f", step {max((row.step for row in table), default=0)}"
     missing = [row.rank for row in table if row.missing]
     if missing:
@@ -474,8 +447,9 @@ class Source:
         if others:
             more = [f"{len(others) - _MOST_JOBS} more"] if len(others) > _MOST_JOBS else []
             notes.append(
-                f"{_name(shown)} is shown; {listed(others[:_MOST_JOBS] + more)} write there too: "
-                "--job takes a name, or the first letters of what stands behind it"
+                f"of the jobs that write there, {_name(shown)} is shown, and not "
+                f"{listed(others[:_MOST_JOBS] + more)}: --job takes a name, or the first letters "
+                "of what stands behind it"
             )
         return self._looks.add(jobs[shown], notes, all_write=not by_page)
 
