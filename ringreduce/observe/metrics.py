@@ -27,14 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from ringreduce._backend import (
-    Backend,
-    extension,
-    job_name,
-    live_groups,
-    own_rank,
-    ranks_of,
-)
+from ringreduce._backend import Backend, extension, job_name, live_groups, own_rank, ranks_of
 from ringreduce._files import Damaged, contents, replacing
 from ringreduce.observe.record import Record, parse
 
@@ -169,16 +162,14 @@ class _Collector:
 
     def collect(self) -> Iterator[Metric]:
         core = require_client().core
+        kinds = core.GaugeMetricFamily, core.CounterMetricFamily
         try:
             rank = job_name(), str(dist.get_rank())
         except GONE:
             return
         families = {
             name: family(f"ringreduce_{name}", text, labels=labels)
-            for family, metrics in (
-                (core.GaugeMetricFamily, _GAUGES),
-                (core.CounterMetricFamily, _COUNTERS),
-            )
+            for family, metrics in zip(kinds, (_GAUGES, _COUNTERS), strict=True)
             for name, (labels, text) in metrics.items()
         }
 
@@ -439,9 +430,8 @@ def statuses(
             of = labels["job"], _natural(labels["rank"])
             _add(found.setdefault(of, Status(of[1], of[0])), metric, labels, value)
         except (LookupError, ValueError):
-            damages.add(
-                "line", f"{name} is damaged in line {number}, which is left out: {line[:80]!r}"
-            )
+            where = f"{name} is damaged in line {number}"
+            damages.add("line", f"{where}, which is left out: {line[:80]!r}")
     for (job, rank), status in list(found.items()):
         if not (status.pid and status.updated):
             damages.add("rank", f"{name} lacks the pid or the time of rank {rank} of {job}")

@@ -566,26 +566,17 @@ def app(source: Source, every: float) -> App[None]:
 
         def show(self) -> None:
             ranks, *between = tables(self.view, _SORTS[self.sorted_by][1])
-            for name, text in (
-                ("#headline", "\n".join([self.view.headline, *self.view.notes])),
-                ("#lines", "".join(map(str, between))),
-            ):
-                self.query_one(name, textual.widgets.Static).update(text)
+            said = "\n".join([self.view.headline, *self.view.notes])
+            self.query_one("#headline", textual.widgets.Static).update(said)
+            self.query_one("#lines", textual.widgets.Static).update("".join(map(str, between)))
             table = self.query_one(textual.widgets.DataTable)
-            at = table.cursor_coordinate
-            scrolled = table.scroll_y
+            at, scrolled = table.cursor_coordinate, table.scroll_y
             table.clear()
             for late, cells in ranks.rows:
-                table.add_row(
-                    *(
-                        Text(
-                            cell,
-                            style="bold red" if late else "",
-                            justify="left" if column in ranks.texts else "right",
-                        )
-                        for column, cell in enumerate(cells)
-                    )
-                )
+                row = [Text(cell, "bold red" if late else "", justify="right") for cell in cells]
+                for column in ranks.texts:
+                    row[column].justify = "left"
+                table.add_row(*row)
             if table.row_count:
                 table.move_cursor(row=min(at.row, table.row_count - 1), scroll=False)
                 table.scroll_y = scrolled
