@@ -30,6 +30,7 @@ from ringreduce.memory import empty, share_, zeros
 from ringreduce.observe import (
     Record,
     dump_records,
+    messages,
     prometheus,
     records,
     straggler_detection,
@@ -58,6 +59,7 @@ __all__ = [
     "init",
     "instruction_set",
     "live_ranks",
+    "messages",
     "prometheus",
     "records",
     "register_comm_hook",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable, Sequence
+from typing import TextIO
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
@@ -34,9 +36,17 @@ def listed(words: Sequence[str]) -> str:
     return ", ".join(words[:-1]) + " and " + words[-1] if len(words) > 1 else "".join(words)
 
 
-def say(text: str) -> None:
-    """Prints what a program has found; whoever reads it may have read enough (`| head`)."""
+def say(text: str, file: TextIO | None = None) -> None:
+    """Prints what a program has found, whatever characters a damaged file has put into it.
+
+    Args:
+        text: of one line or several.
+        file: None for the standard output, whose reader (`| head`) may have read enough.
+    """
+    file = file or sys.stdout
+    safe = "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
+    encoding = file.encoding or "utf-8"
     try:
-        print(text, flush=True)
+        print(safe.encode(encoding, "backslashreplace").decode(encoding), file=file, flush=True)
     except BrokenPipeError:  # Python would say so at its exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())

@@ -101,8 +101,8 @@ def test_stubs_match_the_extension(tmp_path: Path) -> None:
 
 
 MODULES = (
-    "average compression config dump elastic errors hooks launch memory record recorder step "
-    "straggler supervise topology"
+    "average compression config elastic errors hooks launch memory observe.dump observe.record "
+    "observe.recorder observe.straggler observe.timeline step supervise topology"
 )
 
 

@@ -16,13 +16,14 @@ from ringreduce import _backend
 from ringreduce.observe import dump, follow, metrics, timeline
 from ringreduce.observe.dump import dump_records
 from ringreduce.observe.metrics import prometheus
-from ringreduce.observe.record import Record, records
+from ringreduce.observe.record import Record, messages, records
 from ringreduce.observe.straggler import straggler_detection
 from ringreduce.observe.tensorboard import tensorboard
 
 __all__ = [
     "Record",
     "dump_records",
+    "messages",
     "prometheus",
     "records",
     "straggler_detection",

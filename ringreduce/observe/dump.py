@@ -195,6 +195,9 @@ def _entry(record: Record, group: _Group, pg_id: int, number: int, wall: int) ->
     begun = bool(record.arrived_ns)
     failed = "started" if begun else "scheduled"
     own |= {name: getattr(record, name) for name in _FIELDS} | {
+        # As plain tuples: a reader makes no objects.
+        "causes": [why and tuple(why) for why in record.causes],
+        "why": record.why and tuple(record.why),
         "elements": elements,
         "root": group.ranks[record.root] if record.root >= 0 else -1,
         "late": [(group.ranks[rank], nanos) for rank, nanos in record.late],

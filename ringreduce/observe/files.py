@@ -620,12 +620,15 @@ class Operation:
             clock = series.clock(record.arrived_ns)
             known, error = len(came), self.error if clock else -1
             last = self.last()
+            # Nobody waits for the root of a reduce.
+            if record.kind in TO_ROOT and last == self.root:
+                last = -1
             if clock and known > 1 and last >= 0 and record.state == "done":
                 middle = came[(known - 1) // 2][0]
                 median = axis.at(series, middle + clock[0])
                 order = came[:0:-1][:3]
-                if record.kind in FROM_ROOT:
-                    order = [one for one in order if one[1] == last]
+                if record.kind in FROM_ROOT:  # only the root can delay others
+                    order = [(self.arrivals[last], last)]
                 late = [Arrival(of, float(at - middle), self._cause(of)) for at, of in order]
         waits = []
         for of, one in self.records.items() if late else ():

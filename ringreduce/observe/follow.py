@@ -83,11 +83,11 @@ class News:
 class Sink(Protocol):
     """Who wants to know.  All of it is called by one thread at a time."""
 
-    period: float  # seconds between two looks
+    _period: float  # seconds between two looks
 
-    def wants(self, group: dist.ProcessGroup) -> bool: ...
-    def take(self, news: list[News]) -> None: ...  # at each look, of one group or more, or of none
-    def close(self) -> None: ...  # after the last one
+    def _wants(self, group: dist.ProcessGroup) -> bool: ...
+    def _take_news(self, news: list[News]) -> None: ...  # at each look: of all groups it wants
+    def _close(self) -> None: ...  # after the last one
 
 
 class Follower:
@@ -124,7 +124,8 @@ class Follower:
             if not mine or sink not in self.sinks:
                 return
             self._look()
-            self._drop(sink)
+            with self._dropping(sink):
+                self._drop(sink)
 
     def drain(self) -> None:
         """Reads what there is, before a group's records are gone."""
@@ -158,7 +159,7 @@ class Follower:
                 if ends.is_set():
                     return
                 most = self._look()
-                pause = min((sink.period for sink in self.sinks), default=0.0)
+                pause = min((sink._period for sink in self.sinks), default=0.0)
             if most >= _MANY:
                 pause = min(pause, _POLL_SOON)
 
@@ -174,7 +175,7 @@ class Follower:
                 found.append((group, news))
         for sink in list(self.sinks):
             with self._dropping(sink):
-                sink.take([news for group, news in found if sink.wants(group)])
+                sink._take_news([news for group, news in found if sink._wants(group)])
         return most
 
     def _news_of(self, group: dist.ProcessGroup, backend: Backend) -> News:
@@ -205,13 +206,19 @@ class Follower:
             yield
         except Exception as error:
             _log.warning("rank %d is no longer observed by %s: %s", own_rank(), sink, error)
-            self._drop(sink)
+            with contextlib.suppress(Exception):  # it has been told
+                self._drop(sink)
 
     def _drop(self, sink: Sink) -> None:
+        """After its last news."""
         if sink in self.sinks:
             self.sinks.remove(sink)
-            with self._dropping(sink):
-                sink.close()
+            try:
+                sink._close()
+            finally:
+                self._end_if_alone()
+
+    def _end_if_alone(self) -> None:
         if not self.sinks:
             self._ends.set()
             self._thread = None

@@ -46,8 +46,8 @@ _EXPLAINS = 0.8
 _STARVED = 0.5  # of the delay, without a core
 # Delays lie beyond a gap if they are so many times longer than the longest below it.  A few long
 # ones are usual: k of them must be as far away as the k-th root of the next two tells, of many
-# delays and of fewer than 64.
-_GAP, _GAP_ONCE, _GAP_OF_FEW = 4.0, 1e4, 1e2
+# delays and of fewer than 100, which have no 99 %.
+_GAP, _GAP_ONCE, _GAP_OF_FEW = 4.0, 1e4, 10.0
 
 _LEAST_MOVED = 1 << 16  # bytes that tell the rate of a line
 _FEWEST_LOOKS = 16  # before a line is called slow,
@@ -260,7 +260,7 @@ def _longest_usual(ordered: Sequence[float]) -> float:
     """Of ascending delays, which may be a mixture of usual ones and those of a late rank."""
     count = len(ordered)
     tail = ordered[int(count * 0.99)]
-    beyond_by_chance = _GAP_ONCE if count >= _FEWEST else _GAP_OF_FEW
+    beyond_by_chance = _GAP_ONCE if count >= 100 else _GAP_OF_FEW
     first = bisect.bisect_left(ordered, _LEAST_LATE, count // 2)
     for at in range(max(first, 1), count):
         gap = max(_GAP, beyond_by_chance ** (1 / (count - at)))

@@ -59,7 +59,7 @@ _COUNTERS = {
     "bytes": (_KIND, "Bytes of this rank's elements in them."),
     "operation_seconds": (_KIND, "Seconds in them, with waits."),
     "failed_operations": (_GROUP, "Operations that ended with an error."),
-    "wait_seconds": ((*_GROUP, "late_rank"), "Seconds that this rank waited for the last one."),
+    "wait_seconds": ((*_GROUP, "late_rank"), "Seconds waited for what began with that rank."),
     "line_bytes": (_LINE, "Bytes that a rank of another host has got."),
     "line_busy_seconds": (_LINE, "Seconds in which the line to it had bytes to move."),
     "line_retransmits": (_LINE, "Packets to it that were sent again."),
@@ -96,7 +96,7 @@ class Totals:
 
     failed: int
     kinds: dict[str, tuple[int, int, float]]  # operations, bytes and seconds in them, by kind
-    waited: dict[int, float]  # seconds, by the rank that came last
+    waited: dict[int, float]  # seconds, by the rank where the delay began, messages too
     newest: list[Record]  # the last operation, and the one that runs
     lines: dict[int, tuple[int, float, int]]  # bytes, busy seconds, packets sent again; by rank
 
@@ -114,17 +114,13 @@ class Totals:
         failed, kinds, waited = extension().totals(backend)
         done = failed + sum(operations for operations, _, _ in kinds.values())
         ranks = ranks_of(group, backend)
-
-        def named(number: int) -> int:
-            """The global rank.  A number that no rank of the group has is one already."""
-            return ranks[number] if number < len(ranks) else number
-
+        newest = parse(extension().records(backend, max(0, done - 1)))
         return Totals(
             failed,
             kinds,
-            {named(late): seconds for late, seconds in waited.items()},
-            parse(extension().records(backend, max(0, done - 1)))[-2:],
-            {named(to): tuple(use) for to, *use in extension().lines(backend)},
+            waited,
+            [record for record in newest if record.state != "queued"][-2:],
+            {ranks[to]: tuple(use) for to, *use in extension().lines(backend)},
         )
 
 

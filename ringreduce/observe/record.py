@@ -30,7 +30,11 @@ _NO_ALGORITHM = _NO_OP = _NO_CODEC = 255
 
 @cache
 def names() -> dict[str, list[str]]:
-    """Of the numbers in records."""
+    """What the numbers in records mean.
+
+    Returns:
+        Lists of names, by what they name: "kinds", "dtypes", "ops", "algorithms", "codecs".
+    """
     found: dict[str, list[str]] = extension().record_names()
     return found
 
@@ -76,8 +80,6 @@ class Record:
         first_ns, median_ns: when the first rank came, and when half of those known had come.
         late: up to three ranks that came last, the last one first, with how many nanoseconds after
             the median.
-        causes: of each of those: why it did not come sooner, if it had waited elsewhere.
-        why: the same of this rank.
         known: the number of ranks whose arrival is known, this one included.
         clock_error_ns: arrivals of ranks of other hosts are off by this at most; -1: their clocks
             are not known yet.
@@ -85,6 +87,8 @@ class Record:
         in_place: it ran in tensors that the ranks share.
         codec: of a compressed all-reduce.
         state: "queued" behind earlier ones, "running", "done" or "failed".
+        causes: of each rank in `late`, why it did not come sooner, if it had waited elsewhere.
+        why: the same of this rank.
     """
 
     index: int
@@ -103,14 +107,14 @@ class Record:
     first_ns: int
     median_ns: int
     late: tuple[tuple[int, float], ...]
-    causes: tuple[Why | None, ...]
-    why: Why | None
     known: int
     clock_error_ns: int
     algorithm: str
     in_place: bool
     codec: str
     state: str
+    causes: tuple[Why | None, ...] = ()
+    why: Why | None = None
 
     def __str__(self) -> str:
         return f"{self.kind} #{self.sequence} ({self.bytes} bytes)"
@@ -183,7 +187,11 @@ def _read(fields: tuple[Any, ...]) -> Record:
 
 
 def read(backend: Backend, since: int = 0) -> list[Record]:
-    """As `records`, of a backend."""
+    """As `records`, of a backend.
+
+    Returns:
+        Its group's records.
+    """
     return parse(extension().records(backend, since))
 
 

@@ -15,10 +15,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from ringreduce._files import Damaged
-from ringreduce._words import listed, ranks_text
+from ringreduce._words import listed, ranks_text, say
 from ringreduce.observe.dump import EARLIER_PREFIX, MESSAGES, PREFIX, meetings_of, read
 
 Dump = dict[str, Any]
@@ -28,19 +28,11 @@ _ROOTS = {"reduce": "to", "gather": "to", "send": "to"}
 _UNEVEN = ("all_to_all",)
 
 
-def _say(text: str, file: TextIO | None = None) -> None:
-    """Prints a line, whatever a file has put into it."""
-    file = file or sys.stdout
-    line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(text.split()))
-    encoding = file.encoding or "utf-8"
-    print(line.encode(encoding, "backslashreplace").decode(encoding), file=file)
-
-
 def _paths(folder: str | Path) -> Iterator[tuple[str, int]]:
     """What is named like a dump in a folder and two levels below, and the rank in the name."""
 
     def tell(error: OSError) -> None:
-        _say(f"left out: {error.filename} cannot be read: {error.strerror}", sys.stderr)
+        say(f"left out: {error.filename} cannot be read: {error.strerror}", sys.stderr)
 
     top = os.path.join(folder, "")
     for at, folders, files in os.walk(top, onerror=tell):
@@ -88,11 +80,11 @@ def load(folder: str | Path) -> dict[int, Dump]:
             if (of := dump["ringreduce"]["rank"]) != rank:
                 raise Damaged(f"{path} is of rank {of}, not of rank {rank}")
         except Damaged as error:
-            _say(f"left out: {error}", sys.stderr)
+            say(f"left out: {error}", sys.stderr)
             continue
         if wrong := dump["damaged"]:
             total = len(wrong) + len(dump["entries"])
-            _say(f"{len(wrong)} of {total} records are left out of {path}: {wrong[0]}", sys.stderr)
+            say(f"{len(wrong)} of {total} records are left out of {path}: {wrong[0]}", sys.stderr)
         found.append(dump | {"path": path})
     if not found:
         raise ValueError(
@@ -105,12 +97,12 @@ def load(folder: str | Path) -> dict[int, Dump]:
         until = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(_time_of(job[0]) / 1e9))
         ranks = ranks_text({dump["ringreduce"]["rank"] for dump in job})
         places = listed(sorted({os.path.dirname(dump["path"]) for dump in job}))
-        _say(f"left out what {ranks} of job {name} dumped until {until} in {places}", sys.stderr)
+        say(f"left out what {ranks} of job {name} dumped until {until} in {places}", sys.stderr)
     dumps: dict[int, Dump] = {}
     for dump in newest:
         rank = dump["ringreduce"]["rank"]
         if dumps.setdefault(rank, dump) is not dump:
-            _say(f"left out: {dump['path']} is older than another dump of rank {rank}", sys.stderr)
+            say(f"left out: {dump['path']} is older than another dump of rank {rank}", sys.stderr)
     return dict(sorted(dumps.items()))
 
 
@@ -499,9 +491,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         dumps = load(options.folder)
     except ValueError as error:
-        _say(f"{parser.prog}: {error}", sys.stderr)
+        say(f"{parser.prog}: {error}", sys.stderr)
         return 2
     finding = find(dumps)
     for sentence in explain(dumps, finding):
-        _say(sentence)
+        say(sentence)
     return int(finding is None)

@@ -109,8 +109,10 @@ class _Followed:
             # Only the peer can have kept this rank waiting: not at all, if it had come before.
             if late[0].rank != root:
                 late = [Arrival(root, 0.0, None)]
-        # Of a broadcast or scatter only the root can delay other ranks.
+        # Of a broadcast or scatter only the root can delay other ranks, of a reduce it cannot.
         elif record.kind in FROM_ROOT and late[0].rank != root:
+            late = [Arrival(root, 0.0, None)]
+        elif record.kind in TO_ROOT and late[0].rank == root:
             late = []
         if late and late[0].rank != self.rank and (record.kind not in TO_ROOT or root == self.rank):
             begin = float(record.arrived_ns)
@@ -156,7 +158,7 @@ class straggler_detection:
         Timeout, PeerLost, Error: the group beside it could not be made.
     """
 
-    period = 0.01
+    _period = 0.01
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, log: bool = True) -> None:
         own = ringreduce_group(group, again=False)
@@ -213,10 +215,10 @@ class straggler_detection:
 
     # ---- as a sink
 
-    def wants(self, group: dist.ProcessGroup) -> bool:
+    def _wants(self, group: dist.ProcessGroup) -> bool:
         return self._only is None or group is self._only
 
-    def take(self, news: list[follow.News]) -> None:
+    def _take_news(self, news: list[follow.News]) -> None:
         self._pressure.sample()
         records: list[tuple[_Followed, Record]] = []
         for one in news:
@@ -231,7 +233,7 @@ class straggler_detection:
         for known, record in sorted(records, key=lambda one: one[1].done_ns):
             self._take(known, known.seen(record))
 
-    def close(self) -> None:
+    def _close(self) -> None:
         for known in self._groups.values():
             for record in known.waiting:
                 self._take(known, known.seen(record))

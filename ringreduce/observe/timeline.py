@@ -47,7 +47,7 @@ class timeline:
             those that are made later too.
     """
 
-    period = 0.05  # seconds between two looks at the records, of which a group keeps 4,096
+    _period = 0.05  # seconds between two looks at the records, of which a group keeps 4,096
 
     def __init__(
         self, directory: str | os.PathLike[str], group: dist.ProcessGroup | None = None
@@ -72,16 +72,16 @@ class timeline:
 
     # ---- as a sink
 
-    def wants(self, group: dist.ProcessGroup) -> bool:
+    def _wants(self, group: dist.ProcessGroup) -> bool:
         return not self._wanted or group.group_name in self._wanted
 
-    def take(self, news: list[follow.News]) -> None:
+    def _take_news(self, news: list[follow.News]) -> None:
         for one in news:
             if one.operations or one.messages:
                 self.lost += one.lost
                 self._writer.add(one)
 
-    def close(self) -> None:
+    def _close(self) -> None:
         self._writer.close(self.lost)
 
     def __str__(self) -> str:

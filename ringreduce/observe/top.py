@@ -15,7 +15,6 @@ import dataclasses
 import http.client
 import os
 import socket
-import statistics
 import sys
 import time
 import urllib.request
@@ -26,7 +25,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from ringreduce._files import Damaged, contents
-from ringreduce._words import listed, ranks_text
+from ringreduce._words import listed, ranks_text, say
+from ringreduce.observe.late import slow_ones, waited_for
 from ringreduce.observe.metrics import MOST_BYTES, Damages, Status, statuses
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ _STALE = 5.0  # seconds without news from a rank
 _LONG = 2.0  # seconds; the ranks that are missing in a longer operation are named
 _MOST_LINES, _MOST_JOBS = 16, 8  # that are shown
 _LEAST_MOVED, _LEAST_BUSY = 1 << 20, 0.01  # bytes and seconds that tell the rate of a line
-_BUSY, _SLOW = 0.2, 0.5  # a line is slow if so busy, and so much slower than others
+_BUSY = 0.2  # the share of the time in which a line that is called slow has bytes to move
 _APART, _OLD = 0.5, 10.0  # seconds between two looks, at least, and at most for rates
 _WAITS = 0.05  # a rank that the others wait for is named from this share of the time on
 
@@ -235,24 +235,20 @@ def _doing(status: Status, waiting: Sequence[tuple[float, int]]) -> str:
     return f"not in the operation of {who}, for {max(waiting)[0]:.1f} s"
 
 
-def slow_lines(table: Sequence[LineRow], busy: float = _BUSY, slower: float = _SLOW) -> str:
+def slow_lines(table: Sequence[LineRow]) -> str:
     """Which lines are slow: one, all from a host, or all to a host.
 
     Args:
         table: the lines.
-        busy: the share of the time in which a slow line has bytes to move, at least.
-        slower: its rate is less than this part of the median.
 
     Returns:
-        A sentence; "" if none is slow.
+        A sentence; "" if none is slow (late.py) and busy for a fifth of the time.
     """
-    rates = [line.rate for line in table if line.rate > 0]
-    limit = slower * statistics.median(rates) if rates else 0.0
-    slow = [line for line in table if 0 < line.rate < limit and line.busy >= busy]
+    usual, slower = slow_ones([line.rate for line in table])
+    slow = [table[at] for at in slower if table[at].busy >= _BUSY]
     if not slow:
         return ""
     worst = min(slow, key=lambda line: line.rate)
-    usual = statistics.median(rate for rate in rates if rate >= limit)
     text = f"{worst.rate:.1f} MB/s while busy, where the others have {usual:.1f}"
     for end, word in (("sender_host", "from"), ("receiver_host", "to")):
         host = getattr(worst, end)
@@ -262,19 +258,17 @@ def slow_lines(table: Sequence[LineRow], busy: float = _BUSY, slower: float = _S
     return f"The {worst} is slow: {text}."
 
 
-def late_ranks(table: Sequence[Row], waits: float = _WAITS, part: float = 0.5) -> set[int]:
-    """The ranks that the others wait for.
+def late_ranks(table: Sequence[Row]) -> set[int]:
+    """The ranks that the others wait for, for 5 % of the time at least.
 
     Args:
         table: the rows of all ranks.
-        waits: the share of the time that another rank waits for a late one, at least.
-        part: of the longest such wait, at least.
 
     Returns:
         Their ranks.
     """
-    least = max(waits, part * max((row.waited_for for row in table), default=0.0))
-    return {row.rank for row in table if row.missing or row.waited_for >= least}
+    shares = {row.rank: row.waited_for for row in table}
+    return {row.rank for row in table if row.missing} | waited_for(shares, _WAITS)
 
 
 def headline(table: Sequence[Row], job: str) -> str:
@@ -610,7 +604,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         time.sleep(max(given.every, 1.1))  # ranks write once a second
         view = source.look()
         print("".join(f"{note}\n" for note in view.notes), file=sys.stderr, end="")
-        print(as_text(view), flush=True)
+        say(as_text(view))
     except (ValueError, ImportError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
