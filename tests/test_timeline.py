@@ -328,10 +328,11 @@ def write(
             nanos = [round((start + clock + t) * MS) if t is not None else 0 for t in times]
             nobody = (-1, 0.0, -1, 0, 0)
             late = [last, (all_came[last] - median) * MS, -1, 0, 0, *nobody, *nobody]
+            called, arrived, first_data, done, *came = nanos
             data += LAYOUT.pack(
-                *(index, index, 4096, *nanos, error_ns, *late, *why(index, rank)),
-                *(index // buckets + 1, index % buckets, size, root),
-                *(known["kinds"].index(kind), 0, 0, 0, 0, 255, 1, 0, 0),
+                *(index, index, 4096, called, arrived, index // buckets + 1, index % buckets),
+                *(size, root, known["kinds"].index(kind), 0, 0, 0, 0, 255, 1, 0),
+                *(done, first_data, *came, error_ns, *late, *why(index, rank), 0),
             )
         header = {
             "part": f"{start}-{rank}-{name}", "rank": members[rank] if members else rank,

@@ -168,7 +168,7 @@ struct Announcement : OpSignature {
   // When this rank began it, by the group's clock (base/clock.h); 0: not known.
   Nanos arrived = 0;
   uint32_t clock_error = 0;  // the bound of its error in nanoseconds, 4 s at most
-  Inherited why;             // this rank did not come sooner
+  Inherited why = {};        // this rank did not come sooner
 };
 static_assert(sizeof(Announcement) == 64 && std::has_unique_object_representations_v<Announcement>);
 

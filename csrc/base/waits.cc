@@ -42,10 +42,10 @@ Waits::Reason Waits::search(std::span<const int> ranks, Nanos since, Nanos calle
     const Wait& wait = kept_[(added_ - i) % kept_.size()];
     if (wait.until <= since || wait.until > called) continue;
     if (wait.by_all && std::ranges::find(common, wait.group) != common.end()) continue;
-    auto sum = std::ranges::find(sums, wait.rank, [](const Sum& s) { return s.reason.rank; });
+    auto sum = std::ranges::find(sums, wait.rank, [](const Sum& s) { return s.reason.told.rank; });
     if (sum == sums.end()) {
       sum = sums.emplace(sums.end());
-      sum->reason.rank = wait.rank;
+      sum->reason.told.rank = wait.rank;
     }
     // Waits of two groups at the same time delay the process once.
     const Nanos from = std::max(wait.from, since);
@@ -54,12 +54,12 @@ Waits::Reason Waits::search(std::span<const int> ranks, Nanos since, Nanos calle
     sum->waited += waited;
     if (waited <= sum->longest) continue;
     sum->longest = waited;
-    sum->reason.sequence = wait.sequence;
+    sum->reason.told.sequence = wait.sequence;
     sum->reason.group = wait.group * 2 + (wait.in_message ? 1 : 0);
   }
   const auto most = std::ranges::max_element(sums, {}, &Sum::waited);
   if (most == sums.end() || most->waited < kLeast) return {};
-  most->reason.micros = static_cast<uint32_t>(
+  most->reason.told.micros = static_cast<uint32_t>(
       std::min<Nanos>(most->waited / kMicrosecond, std::numeric_limits<uint32_t>::max()));
   return most->reason;
 }

@@ -50,7 +50,8 @@ class Waits {
     bool by_all;
   };
   // What a rank tells, and where it waited.
-  struct Reason : Inherited {
+  struct Reason {
+    Inherited told;
     uint32_t group = 0;  // twice that of Group, and one more if it was a message
   };
 
@@ -63,9 +64,9 @@ class Waits {
   // it began at `since`: the rank that this process waited for longest between the two, and since
   // it met all of them in a larger group.
   Reason reason(std::span<const int> ranks, Nanos since, Nanos called) const {
-    if (latest_.load(std::memory_order_acquire) <= since) return {};
-    return search(ranks, since, called);
+    return anySince(since) ? search(ranks, since, called) : Reason{};
   }
+  bool anySince(Nanos since) const { return latest_.load(std::memory_order_acquire) > since; }
 
  private:
   Reason search(std::span<const int> ranks, Nanos since, Nanos called) const;

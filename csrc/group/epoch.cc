@@ -121,10 +121,11 @@ void Epoch::run(const Operation& operation, Nanos timeout, bool in_users_thread,
   try {
     if (operation.before) operation.before();
     wires->prepare(operation, sequence);
-    Waits::Reason why;
+    Inherited why;
     if (recording) {
       const Nanos called = operation.posted > 0 ? operation.posted : kNever;
-      recording->record.why = why = recording->recorder.reason(called);
+      recording->record.why = recording->recorder.reason(called);
+      why = recording->record.why.told;
     }
     arbiter->begin(signature, timeout, in_users_thread, why);
     if (recording) recording->begin(arbiter->started());

@@ -21,7 +21,7 @@ Epochs::Epochs(int rank, int size, const GroupOptions& options, std::shared_ptr<
 
 void Epochs::record(Epoch& epoch) {
   epoch.messenger->setObserver(
-      std::make_unique<MessageRecorder>(messages_, epoch.ranks, epoch.rank));
+      std::make_unique<MessageRecorder>(messages_, epoch.ranks, epoch.rank, may_be_replaced_));
 }
 
 std::shared_ptr<Epoch> Epochs::current() const {
@@ -48,10 +48,12 @@ void Epochs::run(const Operation& operation, Nanos timeout, bool in_users_thread
 
 std::shared_ptr<Delivery> Epochs::post(Message message) {
   std::shared_ptr<Epoch> epoch;
-  {
+  if (!may_be_replaced_) {
+    epoch = current_;
+  } else {
     const std::lock_guard lock(mutex_);
     epoch = current_;
-    if (may_be_replaced_ && message.direction == Message::Direction::kSend) {
+    if (message.direction == Message::Direction::kSend) {
       // A later message must not be taken for one that was lost.
       if (sent_earlier_.contains(message.peer))
         throw Error(Failure::kPeerLost,

@@ -106,7 +106,7 @@ void Group::stepOutside() const {
                     "flag there and act on it later");
 }
 
-void Group::execute(const Operation& operation, bool in_users_thread) {
+Nanos Group::execute(const Operation& operation, bool in_users_thread) {
   const Nanos timeout = operation.timeout > 0 ? operation.timeout : timeout_.load();
   Recording recording{recorder_, nextRecord(operation)};
   try {
@@ -124,6 +124,7 @@ void Group::execute(const Operation& operation, bool in_users_thread) {
   }
   recording.end(OpRecord::State::kDone);
   if (operation.after) operation.after();
+  return recording.record.done;
 }
 
 std::vector<int> Group::shownRanks() const {
@@ -194,13 +195,16 @@ void Group::check(const std::vector<Operation>& operations) const {
   }
 }
 
-bool Group::tryRunHere(const std::vector<Operation>& operations) {
+bool Group::tryRunHere(const std::vector<Operation>& operations, Nanos* ended) {
   refuseInChild();
   check(operations);
   stepAside();
   const bool ran = executor_->tryRunHere([&] {
     submitted_ += operations.size();
-    for (const Operation& operation : operations) execute(operation, /*in_users_thread=*/true);
+    for (const Operation& operation : operations) {
+      const Nanos done = execute(operation, /*in_users_thread=*/true);
+      if (ended) *ended = done;
+    }
   });
   if (!ran) stepOutside();  // else this thread is in none: there is one token for all
   return ran;
@@ -273,6 +277,10 @@ std::shared_ptr<OperationHandle> Group::submit(Operation operation,
 std::shared_ptr<Delivery> Group::post(Message message) {
   refuseInChild();
   return epochs_->post(std::move(message));
+}
+
+void Group::keep(Delivery& delivery, std::shared_ptr<void> memory) {
+  epochs_->epochOf(delivery)->messenger->keep(delivery, std::move(memory));
 }
 
 bool Group::await(Delivery& delivery, Nanos longest) {

@@ -60,7 +60,8 @@ class Group : public std::enable_shared_from_this<Group> {
 
   // Runs the operations in order in this thread, as `run` does, if none is queued or running.
   // Returns false otherwise.
-  bool tryRunHere(const std::vector<Operation>& operations);
+  // `ended`: gets when the last one ended, in CLOCK_MONOTONIC.
+  bool tryRunHere(const std::vector<Operation>& operations, Nanos* ended = nullptr);
 
   // Queues the operations, to run in order until one fails.  Throws Error(kArgument) at once for
   // invalid arguments; the handle holds any other error.  `completion` is called once, in a thread
@@ -72,6 +73,9 @@ class Group : public std::enable_shared_from_this<Group> {
 
   // Starts a send or a receive.  It may complete at once; `await` waits for it.
   std::shared_ptr<Delivery> post(Message message);
+
+  // Keeps what owns a message's buffer until the message is over.
+  void keep(Delivery& delivery, std::shared_ptr<void> memory);
 
   // Waits for a handle of this group.  Returns false after `longest`.  Ctrl-C fails the group.
   // Without a limit, a queued operation runs in this thread if no other runs it.
@@ -140,7 +144,8 @@ class Group : public std::enable_shared_from_this<Group> {
   // interrupted is over (base/aside.h).
   void stepOutside() const;
   void check(const std::vector<Operation>& operations) const;
-  void execute(const Operation& operation, bool in_users_thread);
+  // Returns when it ended.
+  Nanos execute(const Operation& operation, bool in_users_thread);
   OpRecord nextRecord(const Operation& operation);
   std::vector<int> shownRanks() const;
   struct Dequeues;

@@ -47,6 +47,7 @@ Recorder::Recorder(const Recorder& of_group)
 }
 
 Waits::Reason Recorder::reason(int rank, int peer, Nanos since, Nanos called) const {
+  if (!waits_.anySince(since)) return {};
   std::array<int, 2> ranks{shown_[static_cast<size_t>(rank)], shown_[static_cast<size_t>(peer)]};
   std::ranges::sort(ranks);
   return waits_.reason(ranks, since, called);
@@ -58,15 +59,24 @@ void Recorder::Frees::operator()(Slot* slots) const {
 
 // The release of each word follows the odd version, and the acquire of each precedes the second
 // look at the version: a reader that sees a new word sees that the version has changed.
-void Recorder::put(const OpRecord& record) {
+void Recorder::put(const OpRecord& record, size_t from, size_t to) {
   Slot& slot = slots_[record.index % kRecords];
   const auto words = std::bit_cast<Words>(record);
   const uint64_t version = slot.version.load(std::memory_order_relaxed);
   slot.version.store(version + 1, std::memory_order_relaxed);
-  for (size_t i = 0; i < words.size(); ++i)
-    slot.words[i].store(words[i], std::memory_order_release);
+  for (size_t i = from; i < to; ++i) slot.words[i].store(words[i], std::memory_order_release);
   slot.version.store(version + 2, std::memory_order_release);
   next_.store(record.index + 1, std::memory_order_release);
+}
+
+void Recorder::begin(const OpRecord& record) {
+  put(record, 0, kHead);
+}
+
+// One that was refused has no beginning.
+void Recorder::end(const OpRecord& record) {
+  put(record, record.arrived != 0 && next() == record.index + 1 ? kChanged : 0,
+      std::tuple_size_v<Words>);
 }
 
 std::vector<OpRecord> Recorder::since(uint64_t index) const {
@@ -83,6 +93,11 @@ std::vector<OpRecord> Recorder::since(uint64_t index) const {
       for (size_t i = 0; i < words.size(); ++i)
         words[i] = slot.words[i].load(std::memory_order_acquire);
     } while (version % 2 != 0 || version != slot.version.load(std::memory_order_relaxed));
+    // Of an operation that runs, the rest is that of an earlier one.
+    if (std::bit_cast<OpRecord>(words).state == OpRecord::State::kRuns) {
+      static constexpr auto kEmpty = std::bit_cast<Words>(OpRecord{});
+      std::ranges::copy(kEmpty.begin() + kHead, kEmpty.end(), words.begin() + kHead);
+    }
     const auto record = std::bit_cast<OpRecord>(words);
     if (version != 0 && record.index == index) found.push_back(record);
   }
@@ -113,7 +128,8 @@ void Recorder::countWait(const OpRecord& record) {
     if (came - record.arrived > record.clock_error) {
       until = came - record.clock_error;
       // What this rank itself waited for the same one has delayed both.
-      const Nanos common = last.why.rank == record.why.rank ? record.why.nanos() : 0;
+      const Inherited& own = record.why.told;
+      const Nanos common = last.why.rank == own.rank ? own.nanos() : 0;
       const Nanos inherited =
           std::clamp<Nanos>(last.why.nanos() - common, 0, until - record.arrived);
       waitedFor(record, last.why.rank, record.arrived, record.arrived + inherited);
@@ -193,14 +209,14 @@ void Recording::begin(Nanos arrived) {
   if (record.posted == 0) record.posted = arrived;
   record.state = OpRecord::State::kRuns;
   if (waitsByAll(record)) recorder.meet(arrived);
-  recorder.put(record);
+  recorder.begin(record);
 }
 
 void Recording::end(OpRecord::State state) {
   record.done = monotonicNow();
   if (record.posted == 0) record.posted = record.done;  // the group had failed before
   record.state = state;
-  recorder.put(record);
+  recorder.end(record);
   recorder.count(record);
 }
 
@@ -209,7 +225,7 @@ void Recording::end(OpRecord::State state) {
 Inherited MessageRecorder::onPost(int peer, Nanos at) {
   if (peer < 0) return {};
   const Nanos since = std::exchange(last_[static_cast<size_t>(peer)], at);
-  return recorder_.reason(ranks_.rankAt(rank_), ranks_.rankAt(peer), since, at);
+  return recorder_.reason(ranks_.rankAt(rank_), ranks_.rankAt(peer), since, at).told;
 }
 
 OpRecord MessageRecorder::recordOf(const Delivery& delivery, const RankMap& ranks) {
@@ -226,12 +242,13 @@ OpRecord MessageRecorder::recordOf(const Delivery& delivery, const RankMap& rank
   record.root = peer >= 0 ? ranks.rankAt(peer) : peer;
   record.dtype = m.dtype;
   record.message = sends ? OpRecord::Message::kSend : OpRecord::Message::kReceive;
-  static_cast<Inherited&>(record.why) = delivery.why;
+  record.why.told = delivery.why;
   return record;
 }
 
 void MessageRecorder::onEnd(const Delivery& delivery, Nanos at, bool failed) {
-  const std::lock_guard lock(recorder_.writer);
+  std::unique_lock lock(recorder_.writer, std::defer_lock);
+  if (shares_) lock.lock();
   OpRecord record = recordOf(delivery, ranks_);
   record.index = recorder_.next();
   record.done = at;
@@ -249,7 +266,7 @@ void MessageRecorder::onEnd(const Delivery& delivery, Nanos at, bool failed) {
                         static_cast<float>(std::max(came, own) - record.median),
                         is_late ? delivery.peer_why : delivery.why};
   }
-  recorder_.put(record);
+  recorder_.end(record);
   recorder_.count(record);
 }
 

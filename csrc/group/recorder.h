@@ -43,18 +43,11 @@ struct OpRecord {
   };
 
   uint64_t index = 0;  // operations, or messages, of the group before it
-  uint64_t sequence =
-      0;                 // its number in errors, "#17"; of a message: of its sender to its receiver
-  uint64_t bytes = 0;    // of this rank's elements
-  Nanos posted = 0;      // the call
-  Nanos arrived = 0;     // it began to run: ranks wait for this one until then; 0: it did not
-  Nanos first_data = 0;  // the first data of another rank were there; 0: none
-  Nanos done = 0;        // it ended; 0: it runs
-  Nanos first = 0;       // the first rank of those known came
-  Nanos median = 0;      // half of them had come
-  Nanos clock_error = 0;  // times of ranks of other hosts are off by this at most
-  std::array<Late, 3> latest{};
-  Waits::Reason why{};            // this rank did not come sooner
+  // Its number in errors, "#17"; of a message: of its sender to its receiver.
+  uint64_t sequence = 0;
+  uint64_t bytes = 0;  // of this rank's elements
+  Nanos posted = 0;    // the call
+  Nanos arrived = 0;   // it began to run: ranks wait for this one until then; 0: it did not
   uint32_t step = 0, bucket = 0;  // of training; the number of this all-reduce in its step
   uint32_t known = 0;             // ranks whose arrival is known, this one included
   int32_t root = kNoRoot;         // of a message: the peer
@@ -66,6 +59,14 @@ struct OpRecord {
   uint8_t codec = kNoCodec;
   State state = State::kRuns;
   Message message = Message::kNone;
+  Nanos done = 0;  // it ended; 0: it runs
+  // The rest is known when it has ended.
+  Nanos first_data = 0;   // the first data of another rank were there; 0: none
+  Nanos first = 0;        // the first rank of those known came
+  Nanos median = 0;       // half of them had come
+  Nanos clock_error = 0;  // times of ranks of other hosts are off by this at most
+  std::array<Late, 3> latest{};
+  Waits::Reason why{};  // this rank did not come sooner
   uint32_t reserved = 0;
 
   static constexpr uint8_t kNoCodec = 0xff;
@@ -98,8 +99,10 @@ class Recorder {
                     Waits& waits = process_waits);
   // Of the messages of the same group.
   explicit Recorder(const Recorder& of_group);
-  // Replaces a record with the same index.  By one thread at a time.
-  void put(const OpRecord& record);
+  // Adds the record of an operation that begins, then that of the same one at its end.  By one
+  // thread at a time.
+  void begin(const OpRecord& record);
+  void end(const OpRecord& record);
   // Returns the records from `index` on, oldest first; overwritten ones are missing.  If no record
   // had the index before it, returns all: so a reader of a backend goes on after the backend's
   // group was replaced.  From any thread.
@@ -131,6 +134,10 @@ class Recorder {
 
  private:
   using Words = std::array<uint64_t, sizeof(OpRecord) / sizeof(uint64_t)>;
+  // The words that are known when an operation begins, and the first of them that may change.
+  static constexpr size_t kHead = offsetof(OpRecord, first_data) / sizeof(uint64_t);
+  static constexpr size_t kChanged = offsetof(OpRecord, known) / sizeof(uint64_t);
+  void put(const OpRecord& record, size_t from, size_t to);
   // `version` is odd while the words change.
   struct Slot {
     std::atomic<uint64_t> version;
@@ -172,6 +179,11 @@ class Recorder {
 template <class Why>
 void Recorder::setArrivals(OpRecord& record, const std::vector<Nanos>& arrived,
                            const RankMap& ranks, Why why) {
+  if (arrived.size() == 1) {
+    record.known = 1;
+    record.first = record.median = arrived[0];
+    return;
+  }
   known_.clear();
   for (size_t p = 0; p < arrived.size(); ++p)
     if (arrived[p] != 0) known_.emplace_back(arrived[p], static_cast<int>(p));
@@ -207,8 +219,13 @@ struct Recording {
 // Keeps the records of the messages of an epoch.
 class MessageRecorder final : public MessageObserver {
  public:
-  MessageRecorder(Recorder& recorder, const RankMap& ranks, int rank)
-      : recorder_(recorder), ranks_(ranks), rank_(rank), last_(ranks.ranks().size()) {}
+  // `shares`: those of another epoch may put records at the same time.
+  MessageRecorder(Recorder& recorder, const RankMap& ranks, int rank, bool shares)
+      : recorder_(recorder),
+        ranks_(ranks),
+        rank_(rank),
+        shares_(shares),
+        last_(ranks.ranks().size()) {}
   Inherited onPost(int peer, Nanos at) override;
   void onEnd(const Delivery& delivery, Nanos at, bool failed) override;
   // The record of a message that is not over, without its index.
@@ -218,6 +235,7 @@ class MessageRecorder final : public MessageObserver {
   Recorder& recorder_;
   const RankMap& ranks_;
   const int rank_;
+  const bool shares_;
   std::vector<Nanos> last_;  // by position: when the last message to or from it was posted
 };
 

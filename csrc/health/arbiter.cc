@@ -83,7 +83,7 @@ void Arbiter::begin(const OpSignature& operation, Nanos timeout, bool in_users_t
   current_.history = history_;
   history_ = current_.historyAfter();
   inline_ = in_users_thread;
-  in_monitored_barrier_ = operation.kind == Kind::kMonitoredBarrier;
+  in_monitored_barrier_.store(operation.kind == Kind::kMonitoredBarrier, std::memory_order_relaxed);
   check();
   timeout_ = timeout;
   deadline_ = deadlineIn(timeout, started_);
@@ -99,7 +99,7 @@ void Arbiter::begin(const OpSignature& operation, Nanos timeout, bool in_users_t
 }
 
 void Arbiter::end() {
-  in_monitored_barrier_ = false;
+  in_monitored_barrier_.store(false, std::memory_order_relaxed);
   peers_.setAwaitedRank(-1);
   if (isLeftOut()) throwFailure();
 }

@@ -102,6 +102,11 @@ std::shared_ptr<Delivery> Messenger::post(Message message, std::weak_ptr<void> o
   return delivery;
 }
 
+void Messenger::keep(Delivery& delivery, std::shared_ptr<void> memory) {
+  const std::lock_guard lock(mutex_);
+  if (!delivery.over) delivery.message.memory = std::move(memory);
+}
+
 // ---- moving on
 
 // Moves messages of all ranks once.  Completions run without the lock: tensors and callbacks may

@@ -73,6 +73,9 @@ class Messenger {
   // invalid arguments, and Error(kAborted) while the group is being left.
   std::shared_ptr<Delivery> post(Message message, std::weak_ptr<void> owner);
 
+  // Keeps what owns the buffer until the message is over.
+  void keep(Delivery& delivery, std::shared_ptr<void> memory);
+
   // Waits.  Returns false after `longest`.  The message must complete within `timeout` from now.
   // Ctrl-C aborts the group and throws.  Does not throw the message's error.
   bool await(Delivery& delivery, Nanos longest, Nanos timeout);

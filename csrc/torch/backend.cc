@@ -227,8 +227,6 @@ Backend::WorkPtr Backend::startMessage(c10d::OpType type, const char* title, con
                                        Message message) {
   Job job{type, title, tensors, tensors};
   job.observer = observer_;
-  job.held = std::make_shared<HeldMemory>(std::initializer_list<const Tensors*>{&job.inputs});
-  message.memory = job.held;
   return collected(Work::start(*group(), std::move(job), std::move(message)));
 }
 

@@ -5,6 +5,7 @@
 
 #include <pthread.h>
 
+#include <mutex>
 #include <unordered_map>
 
 namespace ringreduce {
@@ -70,17 +71,11 @@ HeldMemory::HeldMemory(std::initializer_list<const std::vector<at::Tensor>*> lis
 }
 
 void HeldMemory::release() {
-  std::vector<c10::Storage> storages;
-  std::vector<void*> held;
-  {
-    const std::lock_guard lock(mutex_);
-    storages.swap(storages_);
-    held.swap(blocks_);
-  }
-  std::vector<std::pair<c10::DeleterFnPtr, void*>> unused;
-  if (!held.empty()) {
+  if (released_.exchange(true)) return;
+  Few<std::pair<c10::DeleterFnPtr, void*>> unused;
+  if (!blocks_.empty()) {
     const std::lock_guard lock(blocks().mutex);
-    for (void* context : held) {
+    for (void* context : blocks_) {
       const auto found = blocks().by_context.find(context);
       if (--found->second.uses > 0 || !found->second.is_freed) continue;
       unused.emplace_back(found->second.free, context);
@@ -88,6 +83,7 @@ void HeldMemory::release() {
     }
   }
   for (const auto& [free, context] : unused) free(context);
+  storages_.clear();
 }
 
 }  // namespace ringreduce

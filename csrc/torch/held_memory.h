@@ -7,9 +7,10 @@
 #pragma once
 
 #include <ATen/ATen.h>
+#include <c10/util/SmallVector.h>
 
+#include <atomic>
 #include <initializer_list>
-#include <mutex>
 #include <vector>
 
 namespace ringreduce {
@@ -26,9 +27,13 @@ class HeldMemory {
   void release();
 
  private:
-  std::mutex mutex_;
-  std::vector<c10::Storage> storages_;
-  std::vector<void*> blocks_;  // that their storages' allocators have made
+  // Most calls have one tensor, and small messages are made many times a millisecond.
+  template <class T>
+  using Few = c10::SmallVector<T, 2>;
+
+  std::atomic<bool> released_{false};
+  Few<c10::Storage> storages_;
+  Few<void*> blocks_;  // that their storages' allocators have made
 };
 
 }  // namespace ringreduce

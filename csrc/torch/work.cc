@@ -156,8 +156,9 @@ Work::Pointer Work::start(Group& group, Job job, bool blocking) {
   const auto alive = group.shared_from_this();  // a signal handler may destroy the group meanwhile
   auto work = c10::make_intrusive<Work>(group, job);
   try {
-    if (blocking && group.tryRunHere(job.operations)) {
-      work->complete(nullptr);
+    Nanos ended = 0;
+    if (blocking && group.tryRunHere(job.operations, &ended)) {
+      work->complete(nullptr, ended);
       return work;
     }
     if (job.refused_after_failure) group.checkHealth();
@@ -193,6 +194,12 @@ Work::Pointer Work::start(Group& group, Job job, Message message) {
   auto work = c10::make_intrusive<Work>(group, job);
   try {
     work->delivery_ = group.post(std::move(message));
+    // A small message is over by now, as a rule.
+    if (!work->delivery_->isDone()) {
+      work->held_ = std::make_shared<HeldMemory>(
+          std::initializer_list<const std::vector<at::Tensor>*>{&job.inputs});
+      group.keep(*work->delivery_, work->held_);
+    }
   } catch (...) {
     work->finish(std::current_exception());
     work->tellOfFailure();
@@ -212,7 +219,7 @@ Work::Pointer Work::start(Group& group, Job job, Message message) {
 // Settles the profiler's record and the Future.  Called first by a thread that has waited or by the
 // group's thread for completions, never by the worker: callbacks of the Future may themselves wait
 // for operations of this group.
-void Work::complete(std::exception_ptr error) {
+void Work::complete(std::exception_ptr error, Nanos ended) {
   releaseMemory();
   if (claimed_.exchange(true)) {
     // Another thread completes it.  The Future's callbacks, which that thread runs, may get here.
@@ -223,7 +230,7 @@ void Work::complete(std::exception_ptr error) {
     tellOfFailure();
     error = shown(std::move(error));
   }
-  ended_ = monotonicNow();
+  ended_.store(ended > 0 ? ended : monotonicNow(), std::memory_order_relaxed);
   finish(error);
   if (!error && observer_->completion_hooks.any())
     observer_->completion_hooks.call(completion_key_,

@@ -143,7 +143,8 @@ class Work final : public c10d::Work {
  private:
   using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
   Pointer self() { return Pointer::reclaim_copy(this); }
-  void complete(std::exception_ptr error);
+  // `ended`: in CLOCK_MONOTONIC; 0: now.
+  void complete(std::exception_ptr error, Nanos ended = 0);
   void releaseMemory() {
     if (held_) held_->release();
   }
@@ -165,7 +166,7 @@ class Work final : public c10d::Work {
   const Nanos started_ = monotonicNow();
   std::atomic<Nanos> ended_{0};
 
-  const std::shared_ptr<HeldMemory> held_;
+  std::shared_ptr<HeldMemory> held_;
   // Null: it ran in the caller's thread and is over.
   std::shared_ptr<OperationHandle> handle_;
   std::shared_ptr<Delivery> delivery_;  // the same, for messages

@@ -22,13 +22,12 @@ import torch.distributed as dist
 
 from ringreduce._backend import Backend, extension, live_groups, own_rank, ranks_of
 from ringreduce.errors import Error
-from ringreduce.observe.record import LAYOUT, Record, parse
+from ringreduce.observe.record import LAYOUT, STATE_AT, Record, parse
 
 _log = logging.getLogger("ringreduce")
 
 _POLL_SOON, _MANY = 0.01, 1024  # seconds between two looks, after so many records at once
 _PATIENCE = 2.0  # seconds that a program waits, at most, for a sink that hangs in a write
-_STATE_AT = LAYOUT.size - 6  # the state of a record
 _RUNNING, _QUEUED = 0, 3
 
 
@@ -241,7 +240,7 @@ def _read_on(records: bytes, expected: int) -> int:
 def _over(records: bytes) -> bytes:
     """Without the last ones, which run or wait for others."""
     end = len(records)
-    while end and records[end - LAYOUT.size + _STATE_AT] in (_RUNNING, _QUEUED):
+    while end and records[end - LAYOUT.size + STATE_AT] in (_RUNNING, _QUEUED):
         end -= LAYOUT.size
     return records[:end]
 

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from ringreduce._backend import Backend, backend_of, extension, ringreduce_group
 
 # Of OpRecord, csrc/group/recorder.h.
-LAYOUT = struct.Struct("<3Q7q" + "ifi2I" * 3 + "i3I" + "3Ii" + "8BI")
+LAYOUT = struct.Struct("<3Q2q3Ii8B5q" + "ifi2I" * 3 + "i3I" + "I")
+STATE_AT = 62  # the byte with the state
 # Kinds in which only the root is waited for, on one host, and in which only the root waits.
 FROM_ROOT, TO_ROOT = ("broadcast", "scatter"), ("reduce", "gather")
 _STATES = ("running", "done", "failed", "queued")
@@ -153,11 +154,10 @@ def _why(rank: int, micros: int, sequence: int, group: int = 0) -> Why | None:
 
 def _read(fields: tuple[Any, ...]) -> Record:
     known_names = names()
-    index, sequence, size = fields[:3]
-    posted, arrived, first_data, done, first, median, error = fields[3:10]
-    latest = [fields[at : at + 5] for at in (10, 15, 20) if fields[at] >= 0]
-    step, bucket, known, root = fields[29:33]
-    kind, dtype, op, algorithm, in_place, codec, state, message, _ = fields[33:]
+    index, sequence, size, posted, arrived, step, bucket, known, root = fields[:9]
+    kind, dtype, op, algorithm, in_place, codec, state, message = fields[9:17]
+    done, first_data, first, median, error = fields[17:22]
+    latest = [fields[at : at + 5] for at in (22, 27, 32) if fields[at] >= 0]
     return Record(
         index=index,
         sequence=sequence,
@@ -176,7 +176,7 @@ def _read(fields: tuple[Any, ...]) -> Record:
         median_ns=median,
         late=tuple((rank, nanos) for rank, nanos, *_ in latest),
         causes=tuple(_why(*one[2:]) for one in latest),
-        why=_why(*fields[25:29]),
+        why=_why(*fields[37:41]),
         known=known,
         clock_error_ns=-1 if error == 2**63 - 1 else error,
         algorithm="" if algorithm == _NO_ALGORITHM else known_names["algorithms"][algorithm],

@@ -26,16 +26,17 @@ OpRecord recordOf(uint64_t index) {
           .bytes = index * 7,
           .posted = time,
           .arrived = time + 1,
-          .done = time + 2,
           .step = static_cast<uint32_t>(index),
-          .state = OpRecord::State::kDone};
+          .state = OpRecord::State::kDone,
+          .done = time + 2,
+          .first = time};
 }
 
 bool isWhole(const OpRecord& r) {
   const OpRecord expected = recordOf(r.index);
   return r.sequence == expected.sequence && r.bytes == expected.bytes &&
          r.posted == expected.posted && r.arrived == expected.arrived && r.done == expected.done &&
-         r.step == expected.step;
+         r.step == expected.step && r.first == expected.first;
 }
 
 std::vector<int> first(int ranks) {
@@ -61,8 +62,8 @@ TEST(a_reader_that_keeps_up_loses_none) {
       while (i - read > Recorder::kRecords / 2) std::this_thread::yield();
       OpRecord running = recordOf(i);
       running.state = OpRecord::State::kRuns;
-      recorder.put(running);
-      recorder.put(recordOf(i));
+      recorder.begin(running);
+      recorder.end(recordOf(i));
     }
   });
   uint64_t torn = 0, missing = 0;
@@ -84,7 +85,7 @@ TEST(a_reader_that_keeps_up_loses_none) {
 TEST(the_last_ones_are_kept) {
   Recorder recorder(first(6));
   CHECK(recorder.since(0).empty());
-  for (uint64_t i = 0; i < Recorder::kRecords + 10; ++i) recorder.put(recordOf(i));
+  for (uint64_t i = 0; i < Recorder::kRecords + 10; ++i) recorder.end(recordOf(i));
   const std::vector<OpRecord> all = recorder.since(0);
   CHECK_EQ(all.size(), size_t{Recorder::kRecords});
   CHECK_EQ(all.front().index, uint64_t{10});
@@ -112,7 +113,7 @@ TEST(the_latest_ranks_are_named_with_their_delay_after_the_median) {
 TEST(the_sums_have_each_operation_and_what_was_waited_for_the_last_rank) {
   Waits waits;
   Recorder recorder({5, 6, 7}, /*between_hosts=*/false, waits);
-  OpRecord record{.bytes = 100, .arrived = 1000, .done = 9000, .kind = Kind::kBroadcast};
+  OpRecord record{.bytes = 100, .arrived = 1000, .kind = Kind::kBroadcast, .done = 9000};
   record.state = OpRecord::State::kDone;
   recorder.setArrivals(record, {1000, 1500, 4000}, RankMap({}, 3), none);
   recorder.count(record);
@@ -155,17 +156,17 @@ TEST(a_wait_is_put_on_the_rank_where_the_delay_began) {
   CHECK(totals.waited == (std::map<int, Nanos>{{5, ms(10)}, {9, ms(50)}}));
   // It passes that on in another group, but not in this one, where all ranks waited.
   const Waits::Reason why = column.reason(kNever);
-  CHECK_EQ(why.rank, 9);
-  CHECK_EQ(why.micros, uint32_t{50'000});
-  CHECK_EQ(why.sequence, uint32_t{12});
+  CHECK_EQ(why.told.rank, 9);
+  CHECK_EQ(why.told.micros, uint32_t{50'000});
+  CHECK_EQ(why.told.sequence, uint32_t{12});
   CHECK_EQ(why.group, row.id() * 2);
-  CHECK_EQ(row.reason(kNever).rank, Inherited::kNone);
-  CHECK_EQ(row.reason(0, 1, 0, kNever).rank, Inherited::kNone);  // nor in a message there
+  CHECK_EQ(row.reason(kNever).told.rank, Inherited::kNone);
+  CHECK_EQ(row.reason(0, 1, 0, kNever).told.rank, Inherited::kNone);  // nor in a message there
   // What was called before it had waited is not late since then.
-  CHECK_EQ(column.reason(ms(140)).rank, Inherited::kNone);
+  CHECK_EQ(column.reason(ms(140)).told.rank, Inherited::kNone);
   // Nor is what it calls after it has met these ranks elsewhere.
   all.meet(ms(170));
-  CHECK_EQ(column.reason(kNever).rank, Inherited::kNone);
+  CHECK_EQ(column.reason(kNever).told.rank, Inherited::kNone);
 }
 
 TEST(waits_at_the_same_time_delay_once) {
@@ -179,7 +180,7 @@ TEST(waits_at_the_same_time_delay_once) {
                .group = static_cast<uint32_t>(group),
                .in_message = false,
                .by_all = true});
-  CHECK_EQ(here.reason(kNever).micros, uint32_t{30'000});
+  CHECK_EQ(here.reason(kNever).told.micros, uint32_t{30'000});
 }
 
 TEST(between_hosts_a_wait_for_a_rank_that_is_not_seen_is_passed_on_as_unknown) {
@@ -191,11 +192,11 @@ TEST(between_hosts_a_wait_for_a_rank_that_is_not_seen_is_passed_on_as_unknown) {
     record.arrived += kSecond;
     record.done = record.arrived + (i == 19 ? 50 : 2) * kMillisecond;
     ring.setArrivals(record, {record.arrived, 0, record.arrived}, RankMap({}, 3), none);
-    CHECK_EQ(other.reason(kNever).rank, Inherited::kNone);
+    CHECK_EQ(other.reason(kNever).told.rank, Inherited::kNone);
     ring.count(record);
   }
-  CHECK_EQ(other.reason(kNever).rank, Inherited::kUnknown);
-  CHECK_EQ(other.reason(kNever).micros, uint32_t{48'000});
+  CHECK_EQ(other.reason(kNever).told.rank, Inherited::kUnknown);
+  CHECK_EQ(other.reason(kNever).told.micros, uint32_t{48'000});
 }
 
 TEST(each_rank_records_who_came_last) {
