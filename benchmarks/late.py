@@ -12,28 +12,47 @@ bucket and nobody else is; a clean run, if nobody is named.  The exit status is 
 With --hosts each rank is on a host of its own: a network namespace, whose line tc limits.  In the
 middle of a run the line of one host, drawn from the seed, gets --slow-mbit in place of --mbit.  A
 run is right if lines from or to that host are called slow, no others, and no rank is called late.
+
+    python benchmarks/late.py --shape mesh2x2x2 --runs 10    ranks in several groups
+    python benchmarks/late.py --shape all --turns            two ranks late in turns, in each shape
+    python benchmarks/late.py --shape all --on-hosts         each rank on a host of its own (root)
+
+With --shape a rank is late again and again, in one step of each ten, and the others wait for it in
+one group and come late to the next.  A run is right if exactly the late ranks are named, live (on
+all ranks together) and by the timelines that they have written.  To compute is to sleep, as there
+are more ranks than cores.  With --on-hosts the clock of each host is 5 s ahead of the one before.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import json
+import math
 import multiprocessing
 import os
 import random
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import ringreduce
+from ringreduce import _C
+from ringreduce.observe.files import judge_of, load, operations
+
+PORT = 29417  # of the store of ranks that share a host
 
 
 def train(rank: int, given: argparse.Namespace, store: str, out: Connection) -> None:
@@ -144,13 +163,278 @@ def burn() -> None:
         sum(range(10_000))
 
 
+# ---- ranks in several groups
+
+
+class Computation:
+    """What a rank computes in a step, in parts: it sleeps, longer in the part where it is late."""
+
+    parts = 0  # of this step so far
+    late_in, late_seconds = -1, 0.0
+
+    def __call__(self, ms: float) -> None:
+        time.sleep(ms / 1e3 + (self.late_seconds if self.parts == self.late_in else 0.0))
+        self.parts += 1
+
+
+def in_meshes(mesh: DeviceMesh, compute: Computation) -> Callable[[], None]:
+    """Two layers: tensor parallelism in the last dimension, DDP in the first one, and shards of
+    the parameters in one between them."""
+    data, *shards, tensor = mesh.get_all_groups()
+    activation, gradient, whole = torch.ones(4096), torch.ones(1 << 14), torch.ones(1 << 15)
+
+    def step() -> None:
+        for _ in range(2):
+            for group in shards:
+                dist.all_gather_into_tensor(whole, gradient, group=group)
+            compute(2)
+            dist.all_reduce(activation, group=tensor)
+        works = []
+        for _ in range(2):
+            compute(3)
+            dist.all_reduce(activation, group=tensor)
+            for group in shards:
+                dist.reduce_scatter_tensor(gradient, whole, group=group)
+            works.append(dist.all_reduce(gradient, group=data, async_op=True))
+        for work in works:
+            work.wait()
+        _C.count_training_step()
+
+    return step
+
+
+def in_a_pipeline(mesh: DeviceMesh, compute: Computation) -> Callable[[], None]:
+    """One forward, one backward, of six micro-batches."""
+    rank, stages, batches = dist.get_rank(), dist.get_world_size(), 6
+    x, gradient = torch.ones(4096), torch.ones(1 << 14)
+
+    def step() -> None:
+        sent = []
+
+        def forward() -> None:
+            if rank > 0:
+                dist.recv(torch.empty_like(x), rank - 1)
+            compute(1)
+            if rank < stages - 1:
+                sent.append(dist.isend(x, rank + 1))
+
+        def backward() -> None:
+            if rank < stages - 1:
+                dist.recv(torch.empty_like(x), rank + 1)
+            compute(2)
+            if rank > 0:
+                sent.append(dist.isend(x, rank - 1))
+
+        ahead = min(stages - 1 - rank, batches)
+        for _ in range(ahead):
+            forward()
+        for _ in range(batches - ahead):
+            forward()
+            backward()
+        for _ in range(ahead):
+            backward()
+        for work in sent:
+            work.wait()
+        dist.all_reduce(gradient)
+        _C.count_training_step()
+
+    return step
+
+
+def of_shards(mesh: DeviceMesh, compute: Computation) -> Callable[[], None]:
+    """FSDP over the first dimension, tensor parallelism over the second."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    torch.manual_seed(0)
+    model = nn.Sequential()
+    for _ in range(2):
+        layer = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64))
+        parallelize_module(layer, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        layer.register_forward_pre_hook(lambda *_: compute(4))
+        fully_shard(layer, mesh=mesh["data"])
+        model.append(layer)
+    fully_shard(model, mesh=mesh["data"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    batch = torch.randn(16, 64)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss = model(batch).square().mean()
+        compute(4)
+        loss.backward()
+        optimizer.step()
+
+    return step
+
+
+def of_experts(mesh: DeviceMesh, compute: Computation) -> Callable[[], None]:
+    """Two layers of experts over the second dimension, forward and backward; DDP over the first."""
+    data, experts = mesh.get_all_groups()
+    tokens, routed, gradient = torch.ones(4096), torch.empty(4096), torch.ones(1 << 14)
+
+    def step() -> None:
+        for _ in range(4):
+            compute(2)
+            dist.all_to_all_single(routed, tokens, group=experts)
+            compute(1)
+            dist.all_to_all_single(tokens, routed, group=experts)
+        dist.all_reduce(gradient, group=data)
+        _C.count_training_step()
+
+    return step
+
+
+SHAPES = {
+    "mesh3x2": ((3, 2), in_meshes),
+    "mesh2x2x2": ((2, 2, 2), in_meshes),
+    "pipeline": ((4,), in_a_pipeline),
+    "fsdp-tp": ((2, 2), of_shards),
+    "moe": ((2, 4), of_experts),
+}
+NAMES = {1: ("stage",), 2: ("data", "tensor"), 3: ("data", "shard", "tensor")}
+
+
+def delays(given: argparse.Namespace, world: int, run: int) -> dict[int, tuple[int, float]]:
+    """Who is late in which step of a run, and where in it."""
+    draw = random.Random(f"{given.seed} {run}")
+    culprits = itertools.cycle(draw.sample(range(world), 2 if given.turns else 1))
+    if run < 0 or given.delay_ms == 0:
+        return {}
+    blocks = range(20, given.steps - 9, 10)
+    return {block + draw.randrange(10): (next(culprits), draw.random()) for block in blocks}
+
+
+def train_in_shape(given: argparse.Namespace) -> None:
+    """A rank of all runs; leaves in a folder of each what it has found."""
+    torch.set_num_threads(1)
+    dist.init_process_group("ringreduce")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    sizes, make = SHAPES[given.shape]
+    compute = Computation()
+    step = make(init_device_mesh("cpu", sizes, mesh_dim_names=NAMES[len(sizes)]), compute)
+    parts = 1
+    for run in range(-1, given.runs):  # the first one makes what is made once
+        late = delays(given, world, run)
+        folder = Path(given.as_rank, str(run))
+        with ringreduce.timeline(folder), ringreduce.straggler_detection(log=False) as sd:
+            begun = time.monotonic()
+            for number in range(given.steps if run >= 0 else 20):
+                who, where = late.get(number, (-1, 0.0))
+                compute.late_in = int(where * parts) if who == rank else -1
+                compute.parts, compute.late_seconds = 0, given.delay_ms / 1e3
+                step()
+                parts = compute.parts
+            took = time.monotonic() - begun
+        named = sorted({late.rank for late in sd.late} | sd.persistent.keys())
+        (folder / f"rank{rank}.json").write_text(json.dumps([named, sd.summary(), took]))
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+def start_ranks(given: argparse.Namespace, world: int, command: list[str], folder: str) -> None:
+    """Runs them, to their ends.
+
+    Raises:
+        RuntimeError: one failed; with what they wrote.
+    """
+    if given.on_hosts:
+        sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+        from hosts import Hosts
+
+        shift = 'exec unshare --time --fork --monotonic $((5 * {rank})) "$@"'
+        with Hosts(world, veth=True, rate_mbit=given.mbit) as hosts:
+            outcomes = hosts.start(["bash", "-c", shift, "-", *command]).wait(500)
+        ended = [(outcome.code, outcome.output) for outcome in outcomes]
+    else:
+        logs = [Path(folder, f"{rank}.log") for rank in range(world)]
+        variables = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "OMP_NUM_THREADS": 1,
+                     "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": PORT}  # fmt: skip
+        processes = []
+        for rank, log in enumerate(logs):
+            of_rank = {**variables, "RANK": rank, "LOCAL_RANK": rank}
+            environment = os.environ | {name: str(value) for name, value in of_rank.items()}
+            with log.open("wb") as out:
+                processes.append(subprocess.Popen(command, env=environment, stdout=out, stderr=out))
+        ended = [(p.wait(), log.read_text()) for p, log in zip(processes, logs, strict=True)]
+    if any(code for code, _ in ended):
+        raise RuntimeError("\n".join(f"{code}: {output}" for code, output in ended))
+
+
+def judged(folder: Path) -> tuple[set[int], str]:
+    """Who is named by the timelines there, and the summary."""
+    job = load(folder).job()
+    judge = judge_of(job)
+    for operation in operations(job):
+        judge.feed(operation.seen(job.axis))
+    return {late.rank for late in judge.late} | judge.persistent().keys(), "\n".join(
+        judge.summary()
+    )
+
+
+def name_in_shape(given: argparse.Namespace, shape: str) -> bool:
+    """Whether all runs were right."""
+    world = math.prod(SHAPES[shape][0])
+    live, afterwards, both, times = 0, 0, 0, []
+    with tempfile.TemporaryDirectory(prefix="late-") as folder:
+        command = [sys.executable, __file__, *sys.argv[1:], "--shape", shape, "--as-rank", folder]
+        start_ranks(given, world, command, folder)
+        for run in range(given.runs):
+            culprits = {who for who, _ in delays(given, world, run).values()}
+            there = Path(folder, str(run))
+            found = [json.loads((there / f"rank{r}.json").read_text()) for r in range(world)]
+            named = set().union(*(names for names, _, _ in found))
+            by_files, summary = judged(there)
+            times.append(found[0][2] / given.steps * 1e3)
+            live += named == culprits
+            afterwards += by_files == culprits
+            both += named == by_files == culprits
+            if named == culprits == by_files:
+                continue
+            print(f"run {run} of {shape}: expected {sorted(culprits)}, live {sorted(named)}, "
+                  f"by the timeline {sorted(by_files)}")  # fmt: skip
+            for rank, (names, text, _) in enumerate(found):
+                if named != culprits and (set(names) - culprits or not culprits <= named):
+                    print(f"rank {rank} names {names}: {text}")
+            if by_files != culprits:
+                print(f"the timeline: {summary}")
+    print(
+        f"{both} of {given.runs} runs right (live {live}, timeline {afterwards}): {shape}, "
+        f"{world} ranks{' on hosts' if given.on_hosts else ''}, {given.steps} steps of "
+        f"{statistics.median(times):.1f} ms, delay {given.delay_ms:g} ms"
+        f"{' in turns' if given.turns else ''}{', on a busy machine' if given.busy else ''}, "
+        f"load {os.getloadavg()[0]:.1f}",
+        flush=True,
+    )
+    return both == given.runs
+
+
+@contextlib.contextmanager
+def beside_others(busy: bool) -> Iterator[None]:
+    """With --busy a process computes on each core."""
+    context = multiprocessing.get_context("spawn")
+    count = (os.cpu_count() or 1) if busy else 0
+    burners = [context.Process(target=burn, daemon=True) for _ in range(count)]
+    for process in burners:
+        process.start()
+    try:
+        yield
+    finally:
+        for process in burners:
+            process.kill()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--nproc", type=int, default=2)
     parser.add_argument("--runs", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--steps", type=int, help="1000, or 100 in a shape")
     parser.add_argument("--delay-ms", type=float, default=50.0)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--seed", type=int, default=1)
@@ -160,7 +444,20 @@ def main() -> int:
     parser.add_argument("--slow-mbit", type=float, default=100.0, help="of the slow one")
     parser.add_argument("--on-host", default="", help=argparse.SUPPRESS)
     parser.add_argument("--busy", action="store_true", help="a process on each core beside it")
+    parser.add_argument("--shape", choices=[*SHAPES, "all"], help="ranks in several groups")
+    parser.add_argument("--turns", action="store_true", help="two ranks of a shape are late")
+    parser.add_argument("--on-hosts", action="store_true", help="each rank of a shape on its own")
+    parser.add_argument("--as-rank", default="", help=argparse.SUPPRESS)
     given = parser.parse_args()
+    given.steps = given.steps or (100 if given.shape else 1000)
+    if given.as_rank:
+        train_in_shape(given)
+        return 0
+    if given.shape:
+        with beside_others(given.busy):
+            shapes = SHAPES if given.shape == "all" else [given.shape]
+            right = [name_in_shape(given, shape) for shape in shapes]
+        return 0 if all(right) else 1
     if given.on_host:
         train_on_host(given)
         return 0
@@ -178,30 +475,26 @@ def main() -> int:
         context.Process(target=train, args=(rank, given, store, tell))
         for rank in range(given.nproc)
     ]
-    burners = [
-        context.Process(target=burn, daemon=True) for _ in range(os.cpu_count() or 1) if given.busy
-    ]
-    for process in ranks + burners:
-        process.start()
-    tell.close()
     right, found, beside, steps = 0, 0, 0, []
-    for run in range(given.runs):
-        try:
-            good, expected, named, buckets, steady, wires, summary, took = hear.recv()
-        except EOFError:
-            print("a rank ended; its error is above", file=sys.stderr)
-            return 1
-        right += good
-        found += expected <= named
-        beside += bool(named - expected or steady or wires)
-        steps.append(took / given.steps * 1e3)
-        if not good:
-            print(f"run {run}: expected {expected}, named {named} in buckets {buckets}, "
-                  f"all along {steady}, slow wires {wires}\n{summary}\n")  # fmt: skip
-    for process in ranks:
-        process.join()
-    for process in burners:
-        process.kill()
+    with beside_others(given.busy):
+        for process in ranks:
+            process.start()
+        tell.close()
+        for run in range(given.runs):
+            try:
+                good, expected, named, buckets, steady, wires, summary, took = hear.recv()
+            except EOFError:
+                print("a rank ended; its error is above", file=sys.stderr)
+                return 1
+            right += good
+            found += expected <= named
+            beside += bool(named - expected or steady or wires)
+            steps.append(took / given.steps * 1e3)
+            if not good:
+                print(f"run {run}: expected {expected}, named {named} in buckets {buckets}, "
+                      f"all along {steady}, slow wires {wires}\n{summary}\n")  # fmt: skip
+        for process in ranks:
+            process.join()
     named_in = f"the delay named in {found}, " if given.delay_ms > 0 else ""
     print(
         f"{right} of {given.runs} runs right ({named_in}something else in {beside}), "
