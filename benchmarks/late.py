@@ -41,6 +41,7 @@ import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,6 +52,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ringreduce
 from ringreduce import _C
 from ringreduce.observe.files import judge_of, load, operations
+from ringreduce.observe.late import Late
 
 PORT = 29417  # of the store of ranks that share a host
 
@@ -171,9 +173,13 @@ class Computation:
 
     parts = 0  # of this step so far
     late_in, late_seconds = -1, 0.0
+    overslept = 0.0  # seconds in this step: the machine made this rank late
 
     def __call__(self, ms: float) -> None:
-        time.sleep(ms / 1e3 + (self.late_seconds if self.parts == self.late_in else 0.0))
+        seconds = ms / 1e3 + (self.late_seconds if self.parts == self.late_in else 0.0)
+        begun = time.monotonic()
+        time.sleep(seconds)
+        self.overslept += time.monotonic() - begun - seconds
         self.parts += 1
 
 
@@ -309,6 +315,14 @@ def delays(given: argparse.Namespace, world: int, run: int) -> dict[int, tuple[i
     return {block + draw.randrange(10): (next(culprits), draw.random()) for block in blocks}
 
 
+def delays_in(named: list[Late]) -> list[tuple[int, int, float]]:
+    """Of those who were named: rank, step, and how late it was itself, in ms."""
+    return [
+        (late.rank, late.record.step, late.cause.nanos / 1e6 if late.cause else late.late_ms)
+        for late in named
+    ]
+
+
 def train_in_shape(given: argparse.Namespace) -> None:
     """A rank of all runs; leaves in a folder of each what it has found."""
     torch.set_num_threads(1)
@@ -317,22 +331,28 @@ def train_in_shape(given: argparse.Namespace) -> None:
     sizes, make = SHAPES[given.shape]
     compute = Computation()
     step = make(init_device_mesh("cpu", sizes, mesh_dim_names=NAMES[len(sizes)]), compute)
-    parts = 1
+    together = dist.new_group(backend="gloo")  # ringreduce does not see what it does
+    parts, steps = 1, 0
     for run in range(-1, given.runs):  # the first one makes what is made once
         late = delays(given, world, run)
         folder = Path(given.as_rank, str(run))
+        dist.barrier(together)
         with ringreduce.timeline(folder), ringreduce.straggler_detection(log=False) as sd:
-            begun = time.monotonic()
+            dist.barrier(together)
+            begun, overslept = time.monotonic(), {}
             for number in range(given.steps if run >= 0 else 20):
                 who, where = late.get(number, (-1, 0.0))
                 compute.late_in = int(where * parts) if who == rank else -1
                 compute.parts, compute.late_seconds = 0, given.delay_ms / 1e3
+                compute.overslept = 0.0
                 step()
                 parts = compute.parts
+                overslept[steps] = compute.overslept * 1e3
+                steps += 1
             took = time.monotonic() - begun
-        named = sorted({late.rank for late in sd.late} | sd.persistent.keys())
-        (folder / f"rank{rank}.json").write_text(json.dumps([named, sd.summary(), took]))
-        dist.barrier()
+        found = {"delays": delays_in(sd.late), "steady": list(sd.persistent), "took": took}
+        found |= {"summary": sd.summary(), "overslept": overslept}
+        (folder / f"rank{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
 
@@ -365,21 +385,20 @@ def start_ranks(given: argparse.Namespace, world: int, command: list[str], folde
         raise RuntimeError("\n".join(f"{code}: {output}" for code, output in ended))
 
 
-def judged(folder: Path) -> tuple[set[int], str]:
-    """Who is named by the timelines there, and the summary."""
+def judged(folder: Path) -> dict[str, Any]:
+    """What the timelines there tell."""
     job = load(folder).job()
     judge = judge_of(job)
     for operation in operations(job):
         judge.feed(operation.seen(job.axis))
-    return {late.rank for late in judge.late} | judge.persistent().keys(), "\n".join(
-        judge.summary()
-    )
+    text = "\n".join(judge.summary())
+    return {"delays": delays_in(judge.late), "steady": list(judge.persistent()), "summary": text}
 
 
 def name_in_shape(given: argparse.Namespace, shape: str) -> bool:
     """Whether all runs were right."""
     world = math.prod(SHAPES[shape][0])
-    live, afterwards, both, times = 0, 0, 0, []
+    live, afterwards, both, but_for_machine, times = 0, 0, 0, 0, []
     with tempfile.TemporaryDirectory(prefix="late-") as folder:
         command = [sys.executable, __file__, *sys.argv[1:], "--shape", shape, "--as-rank", folder]
         start_ranks(given, world, command, folder)
@@ -387,23 +406,38 @@ def name_in_shape(given: argparse.Namespace, shape: str) -> bool:
             culprits = {who for who, _ in delays(given, world, run).values()}
             there = Path(folder, str(run))
             found = [json.loads((there / f"rank{r}.json").read_text()) for r in range(world)]
-            named = set().union(*(names for names, _, _ in found))
-            by_files, summary = judged(there)
-            times.append(found[0][2] / given.steps * 1e3)
-            live += named == culprits
-            afterwards += by_files == culprits
-            both += named == by_files == culprits
-            if named == culprits == by_files:
+            times.append(found[0]["took"] / given.steps * 1e3)
+
+            def overslept(rank: int, step: int, ms: float, found: list = found) -> bool:
+                slept = found[rank]["overslept"]
+                return slept.get(str(step), 0) + slept.get(str(step - 1), 0) > ms / 2
+
+            def named(by: dict[str, Any], by_machine: bool = True) -> set[int]:
+                late = [one for one in by["delays"] if by_machine or not overslept(*one)]
+                return {rank for rank, *_ in late} | set(by["steady"])
+
+            by_files = judged(there)
+            right = set().union(*map(named, found)) == culprits, named(by_files) == culprits
+            live, afterwards, both = live + right[0], afterwards + right[1], both + all(right)
+            but_for_machine += culprits == set().union(
+                *(named(by, False) | (named(by) & culprits) for by in (*found, by_files))
+            )
+            if all(right):
                 continue
-            print(f"run {run} of {shape}: expected {sorted(culprits)}, live {sorted(named)}, "
-                  f"by the timeline {sorted(by_files)}")  # fmt: skip
-            for rank, (names, text, _) in enumerate(found):
-                if named != culprits and (set(names) - culprits or not culprits <= named):
-                    print(f"rank {rank} names {names}: {text}")
-            if by_files != culprits:
-                print(f"the timeline: {summary}")
+            print(f"run {run} of {shape}: expected {sorted(culprits)}")
+            for who, by in (*enumerate(found), ("the timeline", by_files)):
+                if named(by) - culprits or (culprits - named(by) and by is by_files):
+                    more = [
+                        f"rank {rank} {ms:.1f} ms in step {step}"
+                        + (", as it had slept too long" if overslept(rank, step, ms) else "")
+                        for rank, step, ms in by["delays"]
+                        if rank not in culprits
+                    ]
+                    print(f"{f'rank {who}' if who in range(world) else who} names "
+                          f"{sorted(named(by))} ({'; '.join(more)}): {by['summary']}")  # fmt: skip
     print(
-        f"{both} of {given.runs} runs right (live {live}, timeline {afterwards}): {shape}, "
+        f"{both} of {given.runs} runs right (live {live}, timeline {afterwards}; {but_for_machine} "
+        f"but for ranks that slept too long): {shape}, "
         f"{world} ranks{' on hosts' if given.on_hosts else ''}, {given.steps} steps of "
         f"{statistics.median(times):.1f} ms, delay {given.delay_ms:g} ms"
         f"{' in turns' if given.turns else ''}{', on a busy machine' if given.busy else ''}, "
