@@ -114,11 +114,14 @@ class _Followed:
             late = [Arrival(root, 0.0, None)]
         elif record.kind in TO_ROOT and late[0].rank == root:
             late = []
-        if late and late[0].rank != self.rank and (record.kind not in TO_ROOT or root == self.rank):
-            begin = float(record.arrived_ns)
+        if late and (record.kind not in TO_ROOT or self.rank in (root, late[0].rank)):
+            # If this rank was the last one, the others waited for it: without that, all waits that
+            # it knows of would be for others.
+            mine = late[0].rank == self.rank
+            begin = median if mine else float(record.arrived_ns)
             until = min(median + late[0].delay, float(record.done_ns)) - max(0, error)
             if until > begin:
-                waits = [Wait(self.rank, begin, until, own)]
+                waits = [Wait(self.rank, begin, until, None if mine else own)]
         kind = "messages" if record.kind in ("send", "recv") else "operations"
         return Seen(
             (self.group.meeting, kind),
