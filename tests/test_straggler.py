@@ -211,6 +211,15 @@ def test_a_rank_that_is_late_now_and_again_is_named_for_the_run(noise_ms: float)
     assert found.of_waits > 0.8 and 0.1 < found.cost < 0.2
 
 
+@pytest.mark.parametrize("in_turn, named", [((1, 2, 1, 2, 3), set()), ((1, 2, 1, 2, 1), {1, 2})])
+def test_ranks_that_are_named_for_the_run_stand_out(
+    in_turn: tuple[int, ...], named: set[int]
+) -> None:
+    """It takes more than to be among those that have most of the waits together."""
+    late = job(400, lambda s, b, r: 5.0 * (b == 0 and r == in_turn[s % len(in_turn)]))
+    assert judged(late).persistent().keys() == named
+
+
 @on_ranks(1)
 def test_it_can_be_entered_again(rank: Rank) -> None:
     detection = ringreduce.straggler_detection()

@@ -623,11 +623,15 @@ class Judge:
         ordered = sorted(self._long, key=lambda rank: -self._long[rank])
         sigma = 0.5 * math.sqrt(self._long_squares)
         ranks = max(len(self.waited), 2)
-        for count in range(1, ranks // 2 + 1):
+        for count in range(1, min(ranks // 2, len(ordered)) + 1):
             some = ordered[:count]
             share = sum(self._long[rank] for rank in some)
+            # As far above the next one as a rank that has that share alone.
+            least = self._long[some[-1]]
+            following = self._long[ordered[count]] if count < len(ordered) else 0.0
             if (
                 share >= _OF_WAITS * waits
+                and least * (1 - _OF_WAITS) >= following * _OF_WAITS
                 and share - waits * max(0.5, count / ranks) > _SIGMAS * sigma
                 and all(self._long[rank] >= _WAITS_COST * span for rank in some)
             ):
