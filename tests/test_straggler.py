@@ -220,6 +220,39 @@ def test_ranks_that_are_named_for_the_run_stand_out(
     assert judged(late).persistent().keys() == named
 
 
+def pipeline(steps: int, late_ms: Callable[[int], float]) -> Iterator[Seen]:
+    """Of each step three messages and an all-reduce, to which rank 1 comes 8 ms after rank 0 since
+    it has waited for rank 2, which may be late."""
+    for seen in job(steps, lambda s, b, r: (8.0 + late_ms(s)) * (r == 1)):
+        record, late = seen.record, late_ms(seen.record.step)
+        where = f"message #{record.index} of group '0'"
+        seen = passed_on(seen, Cause(2, round((6 + late) * MS), where))
+        if record.bucket < BUCKETS - 1:
+            record = dataclasses.replace(record, kind="recv", root=1)
+            seen = dataclasses.replace(seen, group="1", record=record, size=2, known=2)
+        yield seen
+
+
+def test_waits_that_are_planned_name_nobody() -> None:
+    judge = judged(pipeline(200, lambda s: 0.0))
+    assert judge.late == [] and judge.persistent() == {}
+    judge = judged(pipeline(200, lambda s: 40.0 * (s % 5 == 3)))
+    assert {x.rank for x in judge.late} == {2} and judge.persistent().keys() == {2}
+
+
+def test_few_messages_do_not_tell_what_is_usual() -> None:
+    assert judged(pipeline(20, lambda s: 2.5 * (s == 12))).late == []
+    assert judged(pipeline(60, lambda s: 2.5 * (s == 52))).late != []
+
+
+def test_messages_of_one_step_take_no_more_memory() -> None:
+    judge = Judge()
+    for seen in pipeline(1000, lambda s: 0.0):
+        judge.feed(dataclasses.replace(seen, record=dataclasses.replace(seen.record, step=0)))
+    places = judge._groups["1"].at_place
+    assert 100 < len(places) <= 1024
+
+
 @on_ranks(1)
 def test_it_can_be_entered_again(rank: Rank) -> None:
     detection = ringreduce.straggler_detection()

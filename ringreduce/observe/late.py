@@ -13,7 +13,9 @@ A `Judge` is fed operations and messages as they were seen: by one rank of a run
   is what lies below a gap that parts frequent delays from the rest, else 99 %.  Operations for
   which a rank was named are left out of it.
 - Of a message, what counts is how much longer it was waited for than for those at the same place of
-  earlier steps: a rank of a pipeline always waits for the one before it.
+  earlier steps: a rank of a pipeline always waits for the one before it.  In a job with messages
+  that holds, for the whole run, for operations to which the last rank came late since it had waited
+  elsewhere; such waits do not tell who is the last one in most steps.
 - If processes of this host waited for a core meanwhile (/proc/pressure/cpu), nobody is named.
 - Ranks are named for the whole run if they were the last in most steps, or if most of the long
   waits were for them, in more steps than chance explains; and if that cost time.
@@ -38,6 +40,7 @@ from ringreduce.observe.record import UNKNOWN, Record
 _WINDOW = 1024  # operations that the usual delay is taken from
 _FEWEST = 64  # no rank is named before so many operations,
 _FEWEST_STEPS = 8  # nor for a message before it came in so many steps
+_PLACES = 1024  # of messages that are alike, in a step
 _LEAST_LATE = 1e6  # ns
 _MAD_TO_SIGMA = 1.4826  # of a normal distribution
 _TAIL_TIMES = 4
@@ -370,7 +373,7 @@ class _OfGroup:
         self.transfer: dict[tuple[str, int], _Usual] = {}
         self.last_transfer = 0.0  # of the operation before
         self.named: deque[bool] = deque(maxlen=_WINDOW)  # of the last operations
-        # Of messages: those of a step so far, and what is usual at a place of a step.
+        # Those of a step so far, and what is usual at a place of a step.
         self.step = -1
         self.places: Counter[Hashable] = Counter()
         self.at_place: dict[Hashable, _Usual] = {}
@@ -382,12 +385,12 @@ class _OfGroup:
         return self.transfer[key]
 
     def place_of(self, record: Record) -> _Usual:
-        """What is usual for the messages at the same place of a step."""
+        """What is usual for those at the same place of a step."""
         if record.step != self.step:
             self.step = record.step
             self.places.clear()
         key = record.kind, record.root, record.bytes
-        self.places[key] += 1
+        self.places[key] = min(self.places[key] + 1, _PLACES)  # steps may not be counted
         at = *key, self.places[key]
         if at not in self.at_place:
             self.at_place[at] = _Usual(64)
@@ -465,10 +468,11 @@ class Judge:
             return [], None
         last = seen.late[0]
         last_came = seen.median + last.delay
+        planned = self._planned(seen, group)
         transfer = seen.end - max(last_came, seen.begin)
         usual = group.usual_transfer(record)
         longer = seen.end - seen.median - usual.median
-        named = self._judge(seen, group, longer)
+        named = self._judge(seen, group, longer, planned)
         wire = None
         # Where not all arrivals are known, a late rank looks like a slow wire.
         all_known = seen.known == seen.size
@@ -481,7 +485,7 @@ class Judge:
                 wire = SlowWire(record, transfer / 1e6, usual.median / 1e6, line)
                 self.wires.append(wire)
         usual.add(transfer)
-        self._count_waits(seen, group)
+        self._count_waits(seen, group, planned)
         group.last_transfer = transfer
         return named, wire
 
@@ -502,17 +506,29 @@ class Judge:
             self._share_of_step = _STEP_SHARE * statistics.median(self._steps)
         self._step, self._step_began = step, began
 
-    def _judge(self, seen: Seen, group: _OfGroup, longer: float) -> list[Late]:
+    def _planned(self, seen: Seen, group: _OfGroup) -> float | None:
+        """The usual delay at the place of a message, or of an operation that waits for messages as
+        well; 0 for others; None: it is not known yet."""
+        if not self.messages:
+            return 0.0
+        at_place = group.place_of(seen.record)
+        known = len(at_place.values) >= min(self._fewest, _FEWEST_STEPS)
+        usual = at_place.median
+        at_place.add(seen.late[0].delay)
+        if not seen.is_message and not seen.late[0].cause:
+            return 0.0
+        return usual if known else None
+
+    def _judge(
+        self, seen: Seen, group: _OfGroup, longer: float, planned: float | None
+    ) -> list[Late]:
         usual_here, fewest = 0.0, self._fewest
         delay = seen.late[0].delay
         if seen.is_message:
-            at_place = group.place_of(seen.record)
-            known = len(at_place.values) >= min(self._fewest, _FEWEST_STEPS)
-            usual_here, fewest = at_place.median, min(fewest, _FEWEST_STEPS)
-            longer = delay - usual_here
-            at_place.add(delay)
-            if not known:
+            if planned is None:
                 return []
+            usual_here = planned
+            longer = delay - usual_here
         above = delay - usual_here
         limit = max(_LEAST_LATE, group.delay.limit(), self._share_of_step, 2.0 * max(0, seen.error))
         enough = len(group.delay.values) >= fewest
@@ -555,9 +571,10 @@ class Judge:
         self.late += found
         return found
 
-    def _count_waits(self, seen: Seen, group: _OfGroup) -> None:
+    def _count_waits(self, seen: Seen, group: _OfGroup, planned: float | None) -> None:
         """Puts what was waited on the rank where the delay began."""
         last = seen.late[0]
+        unplanned = 0.0 if planned is None else max(0.0, 1 - planned / max(last.delay, 1.0))
         longest: dict[int, float] = defaultdict(float)
         for wait in seen.waits:
             # Waits in two groups at the same time are one.
@@ -578,8 +595,9 @@ class Judge:
             for rank, share in shares:
                 if share > 0:
                     self.waited[rank] += share
-                    self._of_step[rank] += share
-                    longest[rank] = max(longest[rank], share)
+                    if planned == 0.0 and not seen.is_message:
+                        self._of_step[rank] += share
+                    longest[rank] = max(longest[rank], share * unplanned)
         for rank, share in longest.items():
             if (
                 rank != UNKNOWN
@@ -598,9 +616,9 @@ class Judge:
     def persistent(self) -> dict[int, Persistent]:
         """Ranks that were late all along, or again and again."""
         last_in, steps = Counter(self._last_in), self._counted
-        if self._of_step:  # the one that is not over
+        steps += self._step >= 0  # the one that is not over
+        if self._of_step:
             last_in[self._last_of_step()] += 1
-            steps += 1
         if steps < _STEPS:
             return {}
         span = max(1, self.end_ns - self.begin_ns) * self._watchers
@@ -642,8 +660,8 @@ class Judge:
         return max(self._of_step, key=self._of_step.__getitem__)
 
     def _end_step(self) -> None:
+        self._counted += self._step >= 0
         if self._of_step:
-            self._counted += 1
             self._last_in[self._last_of_step()] += 1
             self._of_step.clear()
         for rank, waited in self._long_of_step.items():
