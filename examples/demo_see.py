@@ -2,9 +2,10 @@
 
     python examples/demo_see.py    # a minute on two cores
 
-Three ranks train a small MLP with DDP, and rank 1 waits 60 ms for its input in each tenth step:
-ringreduce.top, the summary and the timeline name it, meanwhile and afterwards.  In a second job
-rank 2 leaves out an all-reduce, and the records say so.
+Four ranks train in a mesh of 2 x 2: DDP over one dimension, and an all-reduce of activations over
+the other.  Rank 1 waits 60 ms for its input in each tenth step, and makes rank 0 late, for which
+rank 2 waits then.  ringreduce.top, the summary and the timeline name rank 1, meanwhile and
+afterwards.  In a second job rank 2 leaves out an all-reduce, and the records say so.
 
 The files are in ./demo-out/see.  The exit status is 0 only if each of them named the right rank.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -25,12 +27,13 @@ import torch
 import torch.distributed as dist
 from _launch import Job, JobFailed, run_demo
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import ringreduce
 
 HERE = Path(__file__).resolve()
-RANKS, LATE, ABSENT = 3, 1, 2
+RANKS, LATE, PASSES_ON, FAR, ABSENT = 4, 1, 0, 2, 2
 SECONDS = 300  # deadline of a job
 LATE_SECONDS, EACH = 0.06, 10
 
@@ -38,8 +41,11 @@ LATE_SECONDS, EACH = 0.06, 10
 def train(seconds: float) -> None:
     """A rank of the first job, for that long."""
     dist.init_process_group("ringreduce")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     layers = [nn.Linear(128, 128) for _ in range(4)]
-    model = DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=0.15)
+    model = DistributedDataParallel(
+        nn.Sequential(*layers), process_group=mesh.get_group("data"), bucket_cap_mb=0.15
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     batch = torch.randn(16, 128)
     goes_on = torch.ones(1)
@@ -49,7 +55,9 @@ def train(seconds: float) -> None:
             if dist.get_rank() == LATE and step % EACH == EACH - 1:
                 time.sleep(LATE_SECONDS)  # its input
             optimizer.zero_grad()
-            model(batch).sum().backward()
+            output = model(batch)
+            dist.all_reduce(output.detach(), group=mesh.get_group("tensor"))
+            output.sum().backward()
             optimizer.step()
             if step % EACH == 0:
                 goes_on.fill_(time.monotonic() < end)
@@ -82,6 +90,13 @@ def run(title: str, *command: str) -> str:
     return ended.stdout
 
 
+def says_who(text: str, words: str) -> bool:
+    """Whether it names the rank before all others, and how another one passed its delay on."""
+    chain = rf"rank {PASSES_ON} came .* late .* since it had waited .* for rank {LATE} in"
+    named = re.search(r"^" + words, text, re.MULTILINE)
+    return named is not None and named[1] == str(LATE) and re.search(chain, text) is not None
+
+
 def show(args: argparse.Namespace) -> bool:
     """Runs both jobs; whether each tool named the right rank."""
     shutil.rmtree(args.out, ignore_errors=True)
@@ -89,7 +104,7 @@ def show(args: argparse.Namespace) -> bool:
     os.environ |= {"RINGREDUCE_METRICS": metrics, "RINGREDUCE_TIMELINE": traces}
     named = []
     command = [str(HERE), "--rank-of", "late", "--seconds", str(args.seconds)]
-    print(f"{RANKS} ranks train; rank {LATE} is {LATE_SECONDS} s late in each {EACH}th step.")
+    print(f"A mesh of 2 x 2 trains; rank {LATE} is {LATE_SECONDS} s late in each {EACH}th step.")
     with Job("late", command, args.out / "logs", SECONDS, nproc=RANKS) as job:
         begun = Path(metrics)
         while not job.ended() and not list(begun.glob("*.prom")):
@@ -98,11 +113,14 @@ def show(args: argparse.Namespace) -> bool:
         top = run("live", "ringreduce.top", metrics, "--once", "--every", "3")
         named.append(f"for rank {LATE}" in top)
         job.wait()
-        summary = job.logs[0].read_text()
-    print(f"\nsd.summary() on rank 0:\n{summary}")
-    named.append(f"rank {LATE} was" in summary)
+        summary = job.logs[FAR].read_text()
+    print(
+        f"\nThe log and sd.summary() of rank {FAR}, which shares no group of two with rank {LATE}:"
+    )
+    print(summary.strip())
+    named.append(says_who(summary, r"rank (\d+) was"))
     late = run("from the timeline", "ringreduce.timeline", "late", traces)
-    named.append(f"rank {LATE}: late in" in late)
+    named.append(says_who(late, r"rank (\d+): late in"))
     run("a table of it", "ringreduce.timeline", "summary", traces)
     run("for https://ui.perfetto.dev", "ringreduce.timeline", "merge", traces)
 
