@@ -13,7 +13,6 @@
 
 #include "base/clock.h"
 #include "base/dtype.h"
-#include "base/waits.h"
 
 namespace ringreduce {
 
@@ -161,6 +160,19 @@ struct OpSignature {
 };
 static_assert(std::has_unique_object_representations_v<OpSignature>);
 inline constexpr uint64_t kNoOperation = ~uint64_t{0};  // as a sequence: nothing was announced
+
+// What a rank waited elsewhere before it came.  It is sent as it lies in memory.
+struct Inherited {
+  // Between hosts a rank may not know whom it waited for.
+  static constexpr int32_t kNone = -1, kUnknown = -2;
+
+  int32_t rank = kNone;   // where the delay began, by its number in errors
+  uint32_t micros = 0;    // how long this rank waited for it
+  uint32_t sequence = 0;  // the operation in which it waited longest, by its number in errors
+
+  Nanos nanos() const { return rank == kNone ? 0 : micros * kMicrosecond; }
+  bool operator==(const Inherited&) const = default;
+};
 
 // What a rank tells the others of an operation before it runs it.  Two of them are equal if their
 // signatures are.

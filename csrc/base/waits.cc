@@ -7,6 +7,8 @@
 
 namespace ringreduce {
 
+Waits& process_waits = *new Waits;
+
 std::shared_ptr<Waits::Group> Waits::makeGroup(std::vector<int> ranks) {
   std::ranges::sort(ranks);
   const std::lock_guard lock(mutex_);

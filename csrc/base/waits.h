@@ -14,21 +14,9 @@
 #include <vector>
 
 #include "base/clock.h"
+#include "base/op_signature.h"
 
 namespace ringreduce {
-
-// What a rank waited elsewhere before it came.  It is sent as it lies in memory.
-struct Inherited {
-  // Between hosts a rank may not know whom it waited for.
-  static constexpr int32_t kNone = -1, kUnknown = -2;
-
-  int32_t rank = kNone;   // where the delay began, by its number in errors
-  uint32_t micros = 0;    // how long this rank waited for it
-  uint32_t sequence = 0;  // the operation in which it waited longest, by its number in errors
-
-  Nanos nanos() const { return rank == kNone ? 0 : micros * kMicrosecond; }
-  bool operator==(const Inherited&) const = default;
-};
 
 class Waits {
  public:
@@ -79,7 +67,7 @@ class Waits {
   std::atomic<Nanos> latest_{0};  // the end of the latest
 };
 
-// Of this process.
-inline Waits process_waits;
+// Of this process, whose threads may outlive main().
+extern Waits& process_waits;
 
 }  // namespace ringreduce

@@ -109,7 +109,7 @@ TEST(messages_are_as_described) {
   pair.run();
   CHECK(pair.bothDone());
   const std::string build = pair.messages[0].substr(0, 32);
-  CHECK(build.starts_with("ringreduce ") && contains(build, " wire 5\n"));
+  CHECK(build.starts_with("ringreduce ") && contains(build, " wire 6\n"));
   const std::string hello = build + caller().group +
                             std::string("\2\0\0\0\5\0\0\0\3\0\0\0\2\0\0\0", 16) +
                             std::string(32, '\x11');

@@ -11,7 +11,7 @@
 
 #include "base/bytes.h"
 #include "base/dtype.h"
-#include "base/waits.h"
+#include "base/op_signature.h"
 #include "transport/shm/flags.h"
 
 namespace ringreduce {
