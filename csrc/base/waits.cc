@@ -1,19 +1,38 @@
 // The latest waits, searched by an operation that begins after one.
 #include "base/waits.h"
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <limits>
 #include <utility>
 
 namespace ringreduce {
 
-Waits& process_waits = *new Waits;
+// A forked child has neither the groups nor the waits of its parent, and may make groups.
+Waits& Waits::ofProcess() {
+  static Waits& waits = *new Waits;
+  static std::once_flag once;
+  std::call_once(once, [] {
+    pthread_atfork([] { waits.mutex_.lock(); }, [] { waits.mutex_.unlock(); },
+                   [] {
+                     waits.groups_.clear();
+                     waits.added_ = 0;
+                     waits.latest_ = 0;
+                     waits.mutex_.unlock();
+                   });
+  });
+  return waits;
+}
+
+Waits& process_waits = Waits::ofProcess();
 
 std::shared_ptr<Waits::Group> Waits::makeGroup(std::vector<int> ranks) {
   std::ranges::sort(ranks);
   const std::lock_guard lock(mutex_);
   std::erase_if(groups_, [](const auto& group) { return group.expired(); });
-  auto group = std::make_shared<Group>(++last_id_, std::move(ranks));
+  // Its ranks meet here.
+  auto group = std::make_shared<Group>(++last_id_, std::move(ranks), monotonicNow());
   groups_.push_back(group);
   return group;
 }

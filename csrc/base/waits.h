@@ -11,6 +11,7 @@
 #include <memory>
 #include <mutex>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "base/clock.h"
@@ -24,9 +25,11 @@ class Waits {
 
   // Ranks that meet in operations for which all of them wait.
   struct Group {
+    Group(uint32_t id, std::vector<int> ranks, Nanos met)
+        : id(id), ranks(std::move(ranks)), met(met) {}
     const uint32_t id;
     const std::vector<int> ranks;  // by their numbers in errors, ascending
-    std::atomic<Nanos> met{0};     // when this rank came to the latest of these operations
+    std::atomic<Nanos> met;        // when this rank came to the latest of these operations
   };
   struct Wait {
     Nanos from, until;
@@ -42,6 +45,8 @@ class Waits {
     Inherited told;
     uint32_t group = 0;  // twice that of Group, and one more if it was a message
   };
+
+  static Waits& ofProcess();
 
   std::shared_ptr<Group> makeGroup(std::vector<int> ranks);
 

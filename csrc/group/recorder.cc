@@ -231,7 +231,7 @@ Inherited MessageRecorder::onPost(int peer, Nanos at) {
 OpRecord MessageRecorder::recordOf(const Delivery& delivery, const RankMap& ranks) {
   const Message& m = delivery.message;
   const bool sends = m.direction == Message::Direction::kSend;
-  const int peer = sends ? m.peer : delivery.source;
+  const int peer = delivery.source != kAnySource ? delivery.source : m.peer;
   OpRecord record{.sequence = delivery.id,
                   .bytes = m.bytes(),
                   .posted = delivery.called,

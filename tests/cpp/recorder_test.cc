@@ -143,7 +143,9 @@ TEST(the_sums_have_each_operation_and_what_was_waited_for_the_last_rank) {
 TEST(a_wait_is_put_on_the_rank_where_the_delay_began) {
   Waits waits;
   Recorder row({4, 5}, false, waits), column({4, 6}, false, waits), all({4, 5, 6}, false, waits);
-  const auto ms = [](Nanos n) { return n * kMillisecond; };
+  const Nanos start = monotonicNow();
+  const auto ms = [&](Nanos n) { return start + n * kMillisecond; };
+  const auto lasts = [](Nanos n) { return n * kMillisecond; };
   // This rank, 4, comes at 100 ms, and the other after 60 ms, of which it has waited 50 for rank 9.
   OpRecord record{.sequence = 12, .arrived = ms(100), .done = ms(161)};
   record.state = OpRecord::State::kDone;
@@ -153,7 +155,7 @@ TEST(a_wait_is_put_on_the_rank_where_the_delay_began) {
   row.count(record);
   Totals totals;
   row.addTo(totals);
-  CHECK(totals.waited == (std::map<int, Nanos>{{5, ms(10)}, {9, ms(50)}}));
+  CHECK(totals.waited == (std::map<int, Nanos>{{5, lasts(10)}, {9, lasts(50)}}));
   // It passes that on in another group, but not in this one, where all ranks waited.
   const Waits::Reason why = column.reason(kNever);
   CHECK_EQ(why.told.rank, 9);
@@ -172,9 +174,10 @@ TEST(a_wait_is_put_on_the_rank_where_the_delay_began) {
 TEST(waits_at_the_same_time_delay_once) {
   Waits waits;
   Recorder here({0, 1}, false, waits);
+  const Nanos start = monotonicNow();
   for (int group = 50; group < 52; ++group)
-    waits.add({.from = kSecond,
-               .until = kSecond + 30 * kMillisecond,
+    waits.add({.from = start,
+               .until = start + 30 * kMillisecond,
                .rank = 3,
                .sequence = 1,
                .group = static_cast<uint32_t>(group),
@@ -186,7 +189,7 @@ TEST(waits_at_the_same_time_delay_once) {
 TEST(between_hosts_a_wait_for_a_rank_that_is_not_seen_is_passed_on_as_unknown) {
   Waits waits;
   Recorder ring({0, 1, 2}, /*between_hosts=*/true, waits), other({1, 7}, true, waits);
-  OpRecord record{.bytes = 4, .arrived = kSecond};
+  OpRecord record{.bytes = 4, .arrived = monotonicNow()};
   record.state = OpRecord::State::kDone;
   for (int i = 0; i < 20; ++i) {
     record.arrived += kSecond;
