@@ -638,7 +638,7 @@ class Operation:
                 waits.append(Wait(of, at, at + waited, self._cause(of)))
         return Seen(
             group, self.group.title, record, begin, end, size, known, median, error, late, waits,
-            self._hosts(),
+            self._hosts(), self.group.ranks,
         )  # fmt: skip
 
     def _cause(self, rank: int) -> Cause | None:

@@ -112,6 +112,7 @@ class Seen:
         late: the ranks that came last, the last one first.
         waits: of the ranks that waited for the last one.
         hosts: the names of the ranks' hosts, if there are several.
+        ranks: of the group; by chance, each of them is the last one as often.
     """
 
     group: Hashable
@@ -126,6 +127,7 @@ class Seen:
     late: Sequence[Arrival]
     waits: Sequence[Wait]
     hosts: dict[int, str] = field(default_factory=dict)
+    ranks: Sequence[int] = ()
 
     @property
     def is_message(self) -> bool:
@@ -436,10 +438,11 @@ class Judge:
         self._of_step: dict[int, float] = defaultdict(float)
         self._last_in: Counter[int] = Counter()  # steps in which most was waited for a rank
         self._counted = 0  # steps
-        # Long waits of a step: by rank, their sums over all steps, the sum of their squares, and in
-        # how many steps each rank caused them.
+        # Long waits of a step: by rank, their sums over all steps, those that each would have by
+        # chance, the sum of their squares, and in how many steps each rank caused them.
         self._long_of_step: dict[int, float] = defaultdict(float)
         self._long: dict[int, float] = defaultdict(float)
+        self._by_chance: dict[int, float] = defaultdict(float)
         self._long_squares = 0.0
         self._long_steps: Counter[int] = Counter()
 
@@ -609,6 +612,8 @@ class Judge:
                 and not self._is_starved(seen.median, seen.median + last.delay, last.delay)
             ):
                 self._long_of_step[rank] += share
+                for other in seen.ranks:
+                    self._by_chance[other] += share / len(seen.ranks)
 
     def _is_starved(self, begin: float, end: float, delay: float) -> bool:
         return self._pressure is not None and (self._pressure.waited(begin, end) > _STARVED * delay)
@@ -651,7 +656,11 @@ class Judge:
                 share >= _OF_WAITS * waits
                 and least * (1 - _OF_WAITS) >= following * _OF_WAITS
                 and share - waits * max(0.5, count / ranks) > _SIGMAS * sigma
-                and all(self._long[rank] >= _WAITS_COST * span for rank in some)
+                and all(
+                    self._long[rank] >= _WAITS_COST * span
+                    and self._long[rank] - self._by_chance[rank] > _SIGMAS * sigma
+                    for rank in some
+                )
             ):
                 return set(some)
         return set()

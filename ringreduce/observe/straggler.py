@@ -136,6 +136,7 @@ class _Followed:
             late,
             waits,
             self.hosts,
+            self.live,
         )
 
 
