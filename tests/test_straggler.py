@@ -153,6 +153,20 @@ def test_waits_at_the_same_time_are_one() -> None:
     assert sum(judge.waited.values()) == pytest.approx(sum(once.waited.values()))
 
 
+def test_a_wait_that_begins_before_another_and_ends_after_it_counts_once() -> None:
+    """A wait of 60 ms for rank 3, that of 1 ms for rank 2 in another group lies in it."""
+    judge = Judge()
+    pattern = next(job(1, no_delay))
+    for step in range(100):
+        begin = step * 100.0 * MS
+        for group, late, since, until in (("b", 2, 55, 56), ("a", 3, 0, 60)):
+            waits = [Wait(0, begin + since * MS, begin + until * MS)]
+            arrival = [Arrival(late, float((until - since) * MS), None)]
+            judge.feed(dataclasses.replace(pattern, group=group, late=arrival, waits=waits))
+    assert judge.waited[2] == pytest.approx(100 * MS)
+    assert judge.waited[3] == pytest.approx(5900 * MS)
+
+
 def passed_on(seen: Seen, cause: Cause) -> Seen:
     last, *others = seen.late
     return dataclasses.replace(seen, late=[last._replace(cause=cause), *others])

@@ -106,6 +106,14 @@ void Group::stepOutside() const {
                     "flag there and act on it later");
 }
 
+// What an operation waits while the program computes makes the program no later.
+Nanos Group::blockedSince(bool in_users_thread) const {
+  if (in_users_thread || has_futures_.load(std::memory_order_relaxed)) return 0;
+  return waiting_.load(std::memory_order_acquire) > 0
+             ? waiting_since_.load(std::memory_order_relaxed)
+             : kNever;
+}
+
 Nanos Group::execute(const Operation& operation, bool in_users_thread) {
   const Nanos timeout = operation.timeout > 0 ? operation.timeout : timeout_.load();
   Recording recording{recorder_, nextRecord(operation)};
@@ -122,6 +130,7 @@ Nanos Group::execute(const Operation& operation, bool in_users_thread) {
     recording.end(OpRecord::State::kFailed);
     throw;
   }
+  recording.blocked_since = blockedSince(in_users_thread);
   recording.end(OpRecord::State::kDone);
   if (operation.after) operation.after();
   return recording.record.done;
@@ -149,10 +158,11 @@ OpRecord recordOf(const Operation& operation, uint64_t index) {
 }  // namespace
 
 std::vector<OpRecord> Group::queued() const {
+  refuseInChild();
   std::vector<OpRecord> found;
   uint64_t index = recorder_.next();
   const std::lock_guard lock(queue_mutex_);
-  for (OpRecord record : queued_) {
+  for (auto [order, record] : queued_) {
     // It counts operations that have been submitted: some of them may never run, after an error.
     if (record.index < index) continue;
     record.index = record.sequence = index++;
@@ -162,6 +172,7 @@ std::vector<OpRecord> Group::queued() const {
 }
 
 std::vector<OpRecord> Group::pendingMessages() const {
+  refuseInChild();
   const std::shared_ptr<Epoch> epoch = epochs_->current();
   std::vector<OpRecord> found;
   epoch->messenger->forEachPending([&](const Delivery& delivery) {
@@ -219,19 +230,17 @@ void Group::run(Operation operation) {
   if (handle->error()) std::rethrow_exception(handle->error());
 }
 
-// Takes operations off the list of those that are queued: one as it begins, after an error the
-// rest.
-struct Group::Dequeues {
+// Takes operations off the list of those that are queued: each as it begins, the rest if it does
+// not come to that.
+struct Group::Queued {
   Group& group;
-  size_t left;
+  uint64_t next, end;  // in the order of submission
 
-  void take(size_t count) {
+  void take(uint64_t until) {
     const std::lock_guard lock(group.queue_mutex_);
-    left -= count;
-    group.queued_.erase(group.queued_.begin(),
-                        group.queued_.begin() + static_cast<std::ptrdiff_t>(count));
+    for (; next < until; ++next) group.queued_.erase(next);
   }
-  ~Dequeues() { take(left); }
+  ~Queued() { take(end); }
 };
 
 std::shared_ptr<OperationHandle> Group::submitAll(std::vector<Operation> operations,
@@ -241,29 +250,34 @@ std::shared_ptr<OperationHandle> Group::submitAll(std::vector<Operation> operati
   stepAside();  // a signal handler may wait for the Future, which knows nothing of this group
   size_t bytes = 0;
   const Nanos posted = monotonicNow();
+  const auto queued = std::make_shared<Queued>(*this);
   {
     const std::lock_guard lock(queue_mutex_);
+    queued->next = queue_order_;
     for (Operation& operation : operations) {
       bytes += bytesOf(operation);
       operation.posted = posted;
       operation.step = training_step;
-      queued_.push_back(recordOf(operation, submitted_++));
-      queued_.back().state = OpRecord::State::kQueued;
+      OpRecord record = recordOf(operation, submitted_++);
+      record.state = OpRecord::State::kQueued;
+      queued_.emplace(queue_order_++, record);
     }
+    queued->end = queue_order_;
   }
   const bool quick = in_memory_ && bytes <= kQuickBytes;
   return executor_->submit(
-      [this, operations = std::move(operations)](bool in_users_thread) {
-        Dequeues left{*this, operations.size()};
+      [this, queued, operations = std::move(operations)](bool in_users_thread) {
         for (const Operation& operation : operations) {
-          left.take(1);
+          queued->take(queued->next + 1);
           execute(operation, in_users_thread);
         }
+        queued->take(queued->end);
       },
       std::move(completion), quick);
 }
 
 void Group::hurry() {
+  has_futures_ = true;
   if (forkGeneration() == generation_) executor_->hurry();
 }
 
@@ -298,6 +312,15 @@ void Group::expect(Delivery& delivery) {
 bool Group::await(OperationHandle& handle, Nanos longest) {
   refuseInChild();
   if (!handle.isDone()) stepOutside();
+  struct Waiting {
+    explicit Waiting(Group& g) : group(g) {
+      if (group.waiting_.load(std::memory_order_relaxed) == 0)
+        group.waiting_since_.store(monotonicNow(), std::memory_order_relaxed);
+      group.waiting_.fetch_add(1, std::memory_order_release);
+    }
+    ~Waiting() { group.waiting_.fetch_sub(1, std::memory_order_relaxed); }
+    Group& group;
+  } const waiting(*this);
   try {
     // A thread whose wait ends earlier must not begin to run it.
     if (longest == kNever)

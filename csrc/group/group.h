@@ -14,7 +14,7 @@
 #pragma once
 
 #include <atomic>
-#include <deque>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -148,8 +148,9 @@ class Group : public std::enable_shared_from_this<Group> {
   Nanos execute(const Operation& operation, bool in_users_thread);
   OpRecord nextRecord(const Operation& operation);
   std::vector<int> shownRanks() const;
-  struct Dequeues;
+  struct Queued;
   void leave(void (*poll)());
+  Nanos blockedSince(bool in_users_thread) const;
 
   const int rank_, size_;
   const GroupOptions options_;
@@ -166,8 +167,15 @@ class Group : public std::enable_shared_from_this<Group> {
   uint32_t step_ = 0, bucket_ = 0;
   Recorder recorder_{shownRanks(), !in_memory_};
 
+  // How many threads wait for operations that the worker runs, and since when; and whether torch's
+  // Futures are waited for, which nobody sees.
+  std::atomic<int> waiting_{0};
+  std::atomic<Nanos> waiting_since_{0};
+  std::atomic<bool> has_futures_{false};
+
   mutable std::mutex queue_mutex_;
-  std::deque<OpRecord> queued_;
+  uint64_t queue_order_ = 0;
+  std::map<uint64_t, OpRecord> queued_;  // by that order
   Recorder messages_{recorder_};
   std::unique_ptr<Executor> executor_;
   std::unique_ptr<Epochs> epochs_;

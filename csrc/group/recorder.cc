@@ -12,6 +12,8 @@ namespace {
 
 // Waits that the latency of a busy machine explains are left out of what is passed on.
 constexpr Nanos kLeastUnknown = kMillisecond;
+// Ranks of other groups for which there are sums; more are left out of these.
+constexpr size_t kOthers = 128;
 
 // One thread writes, so an addition need not be atomic.
 template <class Value>
@@ -33,8 +35,10 @@ Recorder::Recorder(std::vector<int> shown, bool between_hosts, Waits& waits)
       between_hosts_(between_hosts),
       waits_(waits),
       group_(waits.makeGroup(shown_)),
-      slots_(static_cast<Slot*>(std::calloc(kRecords, sizeof(Slot)))) {
+      slots_(static_cast<Slot*>(std::calloc(kRecords, sizeof(Slot)))),
+      waited_(shown_.size() + kOthers) {
   if (!slots_) throw std::bad_alloc();
+  for (size_t r = 0; r < shown_.size(); ++r) waited_[r].rank = shown_[r];
 }
 
 Recorder::Recorder(const Recorder& of_group)
@@ -42,8 +46,10 @@ Recorder::Recorder(const Recorder& of_group)
       between_hosts_(of_group.between_hosts_),
       waits_(of_group.waits_),
       group_(of_group.group_),
-      slots_(static_cast<Slot*>(std::calloc(kRecords, sizeof(Slot)))) {
+      slots_(static_cast<Slot*>(std::calloc(kRecords, sizeof(Slot)))),
+      waited_(of_group.waited_.size()) {
   if (!slots_) throw std::bad_alloc();
+  for (size_t r = 0; r < shown_.size(); ++r) waited_[r].rank = shown_[r];
 }
 
 Waits::Reason Recorder::reason(int rank, int peer, Nanos since, Nanos called) const {
@@ -104,7 +110,7 @@ std::vector<OpRecord> Recorder::since(uint64_t index) const {
   return found;
 }
 
-void Recorder::count(const OpRecord& record) {
+void Recorder::count(const OpRecord& record, Nanos blocked_since) {
   if (record.message == OpRecord::Message::kNone) {
     if (record.state == OpRecord::State::kFailed) return add(failed_, 1);
     Sums& sums = kinds_[static_cast<size_t>(record.kind)];
@@ -112,11 +118,11 @@ void Recorder::count(const OpRecord& record) {
     add(sums.bytes, record.bytes);
     add(sums.nanos, record.done - record.arrived);
   }
-  if (record.state == OpRecord::State::kDone) countWait(record);
+  if (record.state == OpRecord::State::kDone) countWait(record, blocked_since);
 }
 
 // Puts the wait on the rank where the delay began.
-void Recorder::countWait(const OpRecord& record) {
+void Recorder::countWait(const OpRecord& record, Nanos blocked_since) {
   const OpRecord::Late& last = record.latest[0];
   const bool may_hide = between_hosts_ && waitsByAll(record);
   const Nanos usual = may_hide ? usualOf(record) : 0;
@@ -132,18 +138,21 @@ void Recorder::countWait(const OpRecord& record) {
       const Nanos common = last.why.rank == own.rank ? own.nanos() : 0;
       const Nanos inherited =
           std::clamp<Nanos>(last.why.nanos() - common, 0, until - record.arrived);
-      waitedFor(record, last.why.rank, record.arrived, record.arrived + inherited);
-      waitedFor(record, shown_[static_cast<size_t>(last.rank)], record.arrived + inherited, until);
+      waitedFor(record, last.why.rank, record.arrived, record.arrived + inherited, blocked_since);
+      waitedFor(record, shown_[static_cast<size_t>(last.rank)], record.arrived + inherited, until,
+                blocked_since);
     }
   }
-  if (may_hide && record.known < shown_.size()) {
+  // A rank that is not seen was late, or a line was slow: this rank itself is not to blame.
+  if (may_hide) {
     const Nanos from = std::max(until, record.arrived + usual);
     if (record.done - from > kLeastUnknown)
-      waitedFor(record, Inherited::kUnknown, from, record.done);
+      waitedFor(record, Inherited::kUnknown, from, record.done, blocked_since);
   }
 }
 
-void Recorder::waitedFor(const OpRecord& record, int rank, Nanos from, Nanos until) {
+void Recorder::waitedFor(const OpRecord& record, int rank, Nanos from, Nanos until,
+                         Nanos blocked_since) {
   if (rank == Inherited::kNone || until <= from) return;
   if (rank != Inherited::kUnknown) {
     for (OfRank& of : waited_) {
@@ -154,7 +163,8 @@ void Recorder::waitedFor(const OpRecord& record, int rank, Nanos from, Nanos unt
       break;
     }
   }
-  if (until - from >= Waits::kLeast)
+  from = std::max(from, blocked_since);
+  if (until > from && until - from >= Waits::kLeast)
     waits_.add({.from = from,
                 .until = until,
                 .rank = rank,
@@ -191,7 +201,7 @@ void Recorder::addTo(Totals& totals) const {
   for (const OfRank& of : waited_) {
     const int rank = of.rank.load(std::memory_order_acquire);
     if (rank == Inherited::kNone) break;
-    totals.waited[rank] += static_cast<Nanos>(read(of.nanos));
+    if (const uint64_t nanos = read(of.nanos)) totals.waited[rank] += static_cast<Nanos>(nanos);
   }
 }
 
@@ -217,7 +227,7 @@ void Recording::end(OpRecord::State state) {
   if (record.posted == 0) record.posted = record.done;  // the group had failed before
   record.state = state;
   recorder.end(record);
-  recorder.count(record);
+  recorder.count(record, blocked_since);
 }
 
 // ---- messages
@@ -251,10 +261,10 @@ void MessageRecorder::onEnd(const Delivery& delivery, Nanos at, bool failed) {
   if (shares_) lock.lock();
   OpRecord record = recordOf(delivery, ranks_);
   record.index = recorder_.next();
-  record.done = at;
+  record.done = std::max(at, delivery.called);  // another thread may have read the clock before
   record.state = failed ? OpRecord::State::kFailed : OpRecord::State::kDone;
   // Nobody waited for it before it was over.
-  if (delivery.awaited == 0 || delivery.awaited > at) record.arrived = at;
+  if (delivery.awaited == 0 || delivery.awaited > record.done) record.arrived = record.done;
   const auto isTime = [](Nanos time) { return time > 0 && time < kNever / 4; };
   if (const Nanos theirs = delivery.peer_posted; isTime(theirs) && record.root >= 0) {
     // They wait for this rank since it called, and it waits since a thread does.

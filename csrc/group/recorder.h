@@ -108,9 +108,9 @@ class Recorder {
   // group was replaced.  From any thread.
   std::vector<OpRecord> since(uint64_t index) const;
 
-  // Adds an operation or a message that has ended to the sums, and what this rank waited in it to
-  // the process's.  By one thread at a time.
-  void count(const OpRecord& record);
+  // Adds an operation or a message that has ended to the sums, and what the program waited in it,
+  // since it was `blocked_since`, to the process's waits.  By one thread at a time.
+  void count(const OpRecord& record, Nanos blocked_since = 0);
   // From any thread.  An operation that ends meanwhile may be in some of the sums only.
   void addTo(Totals& totals) const;
 
@@ -154,8 +154,8 @@ class Recorder {
   struct Frees {
     void operator()(Slot* slots) const;
   };
-  void countWait(const OpRecord& record);
-  void waitedFor(const OpRecord& record, int rank, Nanos from, Nanos until);
+  void countWait(const OpRecord& record, Nanos blocked_since);
+  void waitedFor(const OpRecord& record, int rank, Nanos from, Nanos until, Nanos blocked_since);
   Nanos usualOf(const OpRecord& record);
 
   const std::vector<int> shown_;
@@ -167,7 +167,8 @@ class Recorder {
   std::vector<std::pair<Nanos, int>> known_;  // arrivals and positions
   std::array<Sums, std::size(kKindTable)> kinds_{};
   std::atomic<uint64_t> failed_{0};
-  std::array<OfRank, 128> waited_;
+  // Those of the group, then others as they are waited for.
+  std::vector<OfRank> waited_;
   // How long operations take when nobody is late, by kind and size.
   struct Usual {
     uint64_t of = 0;
@@ -210,6 +211,7 @@ void Recorder::setArrivals(OpRecord& record, const std::vector<Nanos>& arrived,
 struct Recording {
   Recorder& recorder;
   OpRecord record;
+  Nanos blocked_since = 0;  // since when the program waits for its end; kNever: it does not
 
   void describe(const OpSignature& signature, const RankMap& ranks);
   void begin(Nanos arrived);

@@ -233,7 +233,10 @@ def _document(groups: list[_Group], about: dict[str, Any]) -> dict[str, Any]:
     """The dump: torch's format, and `about` and the groups' facts for ringreduce's reader."""
     all_records = [(group, _records_of(group)) for group in groups]
     left_out = {group.name: found[0].index if found else 0 for group, found in all_records}
-    messages = [(group, parse(group.raw_messages)) for group in groups]
+    # A receive from any rank that has no message yet has no other end to compare with.
+    messages = [
+        (group, [one for one in parse(group.raw_messages) if one.root >= 0]) for group in groups
+    ]
     in_order = sorted(
         ((record, i) for found in (all_records, messages) for i, (_, one) in enumerate(found)
          for record in one),

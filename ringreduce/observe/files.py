@@ -51,6 +51,7 @@ from ringreduce.observe.record import FROM_ROOT, LAYOUT, TO_ROOT, Record, names,
 
 _LONGEST_LINE = 64 << 20
 _MOST_PENDING = 1 << 17  # operations of a group for which records of a rank are awaited
+_MOST_LOST = 1 << 32  # records between two that are read
 _LEARNED = 1024  # operations of a group that tell what is usual
 _DAY = 86_400 * 10**9
 
@@ -480,7 +481,10 @@ def _records_in(line: dict[str, Any], name: str, bad: Counter[str] | None = None
             except LookupError:
                 bad["a record has numbers that have no meaning"] += 1
     written = line["clock"][0]
-    sound = [record for record in found if _is_sound(record, written)]
+    sound = [
+        record for record in found
+        if _is_sound(record, written) and (record.kind in ("send", "recv")) == (name == "messages")
+    ]  # fmt: skip
     if len(sound) < len(found):
         bad["a record has times that cannot be"] += len(found) - len(sound)
     return [record for record in sound if record.arrived_ns]
@@ -742,8 +746,9 @@ class _Pending:
         series = batch.series
         rank, kinds = series.rank, series.kinds
         for record in batch.operations:
-            if record.index < self._next.get(rank, 0):
-                continue  # of two recordings at the same time
+            ahead = record.index - self._next.get(rank, 0)
+            if not 0 <= ahead < _MOST_LOST:
+                continue  # of two recordings at the same time, or damaged
             operation = self._operations.get(record.index)
             if operation is None:
                 operation = self._operations[record.index] = Operation(self._group)

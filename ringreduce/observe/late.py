@@ -32,7 +32,7 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ringreduce._words import listed, ranks_text
 from ringreduce.observe.record import UNKNOWN, Record
@@ -41,6 +41,8 @@ _WINDOW = 1024  # operations that the usual delay is taken from
 _FEWEST = 64  # no rank is named before so many operations,
 _FEWEST_STEPS = 8  # nor for a message before it came in so many steps
 _PLACES = 1024  # of messages that are alike, in a step
+_MOST_KEYS = 1024  # sizes and places of a group, of which is kept what is usual
+_MOST_NAMED = 4096  # operations that are kept with the ranks that were named
 _LEAST_LATE = 1e6  # ns
 _MAD_TO_SIGMA = 1.4826  # of a normal distribution
 _TAIL_TIMES = 4
@@ -381,10 +383,7 @@ class _OfGroup:
         self.at_place: dict[Hashable, _Usual] = {}
 
     def usual_transfer(self, record: Record) -> _Usual:
-        key = record.kind, record.bytes
-        if key not in self.transfer:
-            self.transfer[key] = _Usual(256)
-        return self.transfer[key]
+        return _kept(self.transfer, (record.kind, record.bytes), 256)
 
     def place_of(self, record: Record) -> _Usual:
         """What is usual for those at the same place of a step."""
@@ -394,15 +393,22 @@ class _OfGroup:
         key = record.kind, record.root, record.bytes
         self.places[key] = min(self.places[key] + 1, _PLACES)  # steps may not be counted
         at = *key, self.places[key]
-        if at not in self.at_place:
-            self.at_place[at] = _Usual(64)
-        return self.at_place[at]
+        return _kept(self.at_place, at, 64)
 
     def learn(self, delay: float, named: bool) -> None:
         """Unless most delays are such that a rank is named: then they are what is usual."""
         self.named.append(named)
         if not named or 2 * sum(self.named) > len(self.named):
             self.delay.add(delay)
+
+
+def _kept(among: dict[Any, _Usual], key: Hashable, window: int) -> _Usual:
+    """What is usual for a key; those that have not been asked for longest are dropped."""
+    found = among.pop(key, None) or _Usual(window)
+    among[key] = found
+    if len(among) > _MOST_KEYS:
+        del among[next(iter(among))]
+    return found
 
 
 class Judge:
@@ -420,9 +426,11 @@ class Judge:
         lines: Lines | None = None,
         watchers: int = 1,
     ) -> None:
-        self.late: list[Late] = []
-        self.starved: list[Late] = []  # that would be named, had the host had a core for them
-        self.wires: list[SlowWire] = []
+        self.late: deque[Late] = deque(maxlen=_MOST_NAMED)
+        self.times: Counter[int] = Counter()  # how often each rank was named
+        # Those that would be named, had the host had a core for them.
+        self.starved: deque[Late] = deque(maxlen=_MOST_NAMED)
+        self.wires: deque[SlowWire] = deque(maxlen=_MOST_NAMED)
         self.operations = self.messages = 0
         self.waited: dict[int, float] = defaultdict(float)  # ns, by where the delay began
         self.unknown = 0  # delays that began with a rank that is not known here
@@ -431,7 +439,8 @@ class Judge:
         self._pressure, self._lines, self._watchers = pressure, lines, watchers
         self._fewest = _FEWEST
         self._groups: dict[Hashable, _OfGroup] = defaultdict(_OfGroup)
-        self._covered: dict[int, float] = {}  # until when a rank's waits are counted
+        # The intervals in which a rank's latest waits lie, ascending.
+        self._covered: dict[int, list[tuple[float, float]]] = defaultdict(list)
         self._steps: deque[float] = deque(maxlen=32)  # ns
         self._share_of_step = 0.0
         self._step, self._step_began = -1, 0.0
@@ -572,6 +581,7 @@ class Judge:
         self.unknown += sum(late.rank == UNKNOWN for late in found)
         found = [late for late in found if late.rank != UNKNOWN]
         self.late += found
+        self.times.update(late.rank for late in found)
         return found
 
     def _count_waits(self, seen: Seen, group: _OfGroup, planned: float | None) -> None:
@@ -580,12 +590,9 @@ class Judge:
         unplanned = 0.0 if planned is None else max(0.0, 1 - planned / max(last.delay, 1.0))
         longest: dict[int, float] = defaultdict(float)
         for wait in seen.waits:
-            # Waits in two groups at the same time are one.
-            begin = max(wait.begin, self._covered.get(wait.rank, 0.0))
-            if wait.end <= begin:
+            waited = self._cover(wait)
+            if waited <= 0:
                 continue
-            self._covered[wait.rank] = wait.end
-            waited = wait.end - begin
             inherited = 0.0
             if last.cause:
                 # What this rank had itself waited for the same one has delayed both.
@@ -614,6 +621,20 @@ class Judge:
                 self._long_of_step[rank] += share
                 for other in seen.ranks:
                     self._by_chance[other] += share / len(seen.ranks)
+
+    def _cover(self, wait: Wait) -> float:
+        """What of a wait has not been counted: waits in two groups at the same time are one."""
+        known = self._covered[wait.rank]
+        begin, end, new = wait.begin, wait.end, wait.end - wait.begin
+        apart = []
+        for one in known:
+            if one[1] < wait.begin or one[0] > wait.end:
+                apart.append(one)
+                continue
+            new -= max(0.0, min(one[1], wait.end) - max(one[0], wait.begin))
+            begin, end = min(begin, one[0]), max(end, one[1])
+        self._covered[wait.rank] = sorted([*apart, (begin, end)])[-64:]
+        return new
 
     def _is_starved(self, begin: float, end: float, delay: float) -> bool:
         return self._pressure is not None and (self._pressure.waited(begin, end) > _STARVED * delay)
@@ -724,7 +745,7 @@ class Judge:
         lines = []
         for rank, all_late in sorted(by_rank.items(), key=lambda item: -len(item[1])):
             worst = max(all_late, key=lambda late: (late.cause is None, late.late_ms))
-            lines.append(f"rank {rank} was late {len(all_late)} times; at worst: {worst}")
+            lines.append(f"rank {rank} was late {self.times[rank]} times; at worst: {worst}")
             chains = [late for late in all_late if late.cause]
             if chains and not worst.cause:
                 one = max(chains, key=lambda late: late.late_ms)

@@ -122,17 +122,17 @@ def late_text(job: Job, problems: list[str], most: int = 10) -> str:
             if len(found) > 64 * most:  # a long run has many
                 found = _worst(found, most)
     lines = [text for _, text in _worst(found, most)]
-    if len(judge.late) > len(lines):
-        lines.append(f"... and {len(judge.late) - len(lines)} more")
+    if (more := judge.times.total() - len(lines)) > 0:
+        lines.append(f"... and {more} more")
     everything = sum(judge.waited.values())
     lines += [""] if lines else []
     lines += judge.summary()
-    named = {late.rank for late in judge.late} | judge.persistent().keys()
+    named = judge.times.keys() | judge.persistent().keys()
     for rank in sorted(named, key=lambda rank: -judge.waited[rank]):
-        times = sum(late.rank == rank for late in judge.late)
+        waited = judge.waited[rank]
         lines.append(
-            f"rank {rank}: late in {times} operations; the others waited {_ms(judge.waited[rank])} "
-            f"for it in sum, {100 * judge.waited[rank] / max(1, everything):.0f} % of all waiting"
+            f"rank {rank}: late in {judge.times[rank]} operations; the others waited {_ms(waited)} "
+            f"for it in sum, {100 * waited / max(1, everything):.0f} % of all waiting"
         )
     return "\n".join(lines)
 

@@ -171,6 +171,22 @@ TEST(a_wait_is_put_on_the_rank_where_the_delay_began) {
   CHECK_EQ(column.reason(kNever).told.rank, Inherited::kNone);
 }
 
+TEST(a_wait_that_computation_hides_is_no_reason) {
+  Waits waits;
+  Recorder here({0, 1}, false, waits), other({0, 2}, false, waits);
+  const Nanos start = monotonicNow();
+  OpRecord record{.arrived = start, .done = start + 60 * kMillisecond};
+  record.state = OpRecord::State::kDone;
+  here.setArrivals(record, {start, start + 60 * kMillisecond}, RankMap({}, 2), none);
+  here.count(record, /*blocked_since=*/kNever);
+  CHECK_EQ(other.reason(kNever).told.rank, Inherited::kNone);
+  Totals totals;
+  here.addTo(totals);
+  CHECK_EQ(totals.waited.at(1), 60 * kMillisecond);
+  here.count(record, /*blocked_since=*/start + 40 * kMillisecond);
+  CHECK_EQ(other.reason(kNever).told.micros, uint32_t{20'000});
+}
+
 TEST(waits_at_the_same_time_delay_once) {
   Waits waits;
   Recorder here({0, 1}, false, waits);
