@@ -147,7 +147,7 @@ def test_frequent_delays_are_named_and_add_up(which: str, noise_ms: float) -> No
 
 def test_waits_at_the_same_time_are_one() -> None:
     judge = Judge()
-    for group, one in itertools.product("ab", job(100, no_delay)):
+    for one, group in itertools.product(job(100, no_delay), "ab"):
         judge.feed(dataclasses.replace(one, group=group))
     once = judged(job(100, no_delay))
     assert sum(judge.waited.values()) == pytest.approx(sum(once.waited.values()))

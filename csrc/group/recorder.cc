@@ -218,7 +218,7 @@ void Recording::begin(Nanos arrived) {
   record.arrived = arrived;
   if (record.posted == 0) record.posted = arrived;
   record.state = OpRecord::State::kRuns;
-  if (waitsByAll(record)) recorder.meet(arrived);
+  recorder.meet(arrived, waitsByAll(record));
   recorder.begin(record);
 }
 

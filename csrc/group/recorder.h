@@ -121,12 +121,16 @@ class Recorder {
                    Why why);
   // Why this rank comes no sooner to an operation that was called at `called`.
   Waits::Reason reason(Nanos called) const {
-    return waits_.reason(group_->ranks, group_->met.load(std::memory_order_relaxed), called);
+    const Nanos since = std::max(last_, group_->met.load(std::memory_order_relaxed));
+    return waits_.reason(group_->ranks, since, called);
   }
   // The same of a message between two ranks, where the one before was called at `since`.
   Waits::Reason reason(int rank, int peer, Nanos since, Nanos called) const;
-  // This rank has come to an operation for which all wait.
-  void meet(Nanos arrived) { group_->met.store(arrived, std::memory_order_relaxed); }
+  // This rank has come to an operation; `by_all`: for which all wait.
+  void meet(Nanos arrived, bool by_all) {
+    last_ = arrived;
+    if (by_all) group_->met.store(arrived, std::memory_order_relaxed);
+  }
   uint32_t id() const { return group_->id; }                               // as in Waits
   uint64_t next() const { return next_.load(std::memory_order_relaxed); }  // index
 
@@ -164,6 +168,7 @@ class Recorder {
   const std::shared_ptr<Waits::Group> group_;
   const std::unique_ptr<Slot[], Frees> slots_;
   std::atomic<uint64_t> next_{0};
+  Nanos last_ = 0;                            // when this rank came to the latest operation
   std::vector<std::pair<Nanos, int>> known_;  // arrivals and positions
   std::array<Sums, std::size(kKindTable)> kinds_{};
   std::atomic<uint64_t> failed_{0};

@@ -237,20 +237,31 @@ py::tuple topologyOf(const BackendPtr& backend) {
 }
 
 // The records from index `since` on, as they lie in memory: ringreduce/observe/record.py has their
-// layout.  Those that have not begun, or are not over, come last.
-py::bytes bytesOf(std::vector<OpRecord> records, const std::vector<OpRecord>& later) {
-  records.insert(records.end(), later.begin(), later.end());
+// layout.  Those that have not begun, or are not over, come last.  `collect` gets both parts of the
+// group without the interpreter's lock: who holds a lock of the group may wait for that one.
+template <class Collect>
+py::bytes recordBytes(const BackendPtr& backend, Collect collect) {
+  std::vector<OpRecord> records;
+  {
+    const py::gil_scoped_release release;
+    const std::shared_ptr<Group> group = asRingreduce(*backend).group();
+    const auto [over, later] = collect(*group);
+    records = over;
+    records.insert(records.end(), later.begin(), later.end());
+  }
   return {reinterpret_cast<const char*>(records.data()), records.size() * sizeof(OpRecord)};
 }
 
 py::bytes recordsOf(const BackendPtr& backend, uint64_t since) {
-  const std::shared_ptr<Group> group = asRingreduce(*backend).group();
-  return bytesOf(group->recorder().since(since), group->queued());
+  return recordBytes(backend, [since](const Group& group) {
+    return std::pair(group.recorder().since(since), group.queued());
+  });
 }
 
 py::bytes messagesOf(const BackendPtr& backend, uint64_t since) {
-  const std::shared_ptr<Group> group = asRingreduce(*backend).group();
-  return bytesOf(group->messages().since(since), group->pendingMessages());
+  return recordBytes(backend, [since](const Group& group) {
+    return std::pair(group.messages().since(since), group.pendingMessages());
+  });
 }
 
 // Of all operations so far: how many failed; by kind that of operations, bytes and seconds in them;

@@ -95,6 +95,7 @@ class Follower:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.sinks: list[Sink] = []
+        self._leaving: list[Sink] = []  # that were removed while a look hung
         self._groups: weakref.WeakKeyDictionary[dist.ProcessGroup, Group] = (
             weakref.WeakKeyDictionary()
         )
@@ -120,11 +121,12 @@ class Follower:
     def remove(self, sink: Sink) -> None:
         """Lets it have the rest."""
         with self._locked() as mine:
-            if not mine or sink not in self.sinks:
-                return
-            self._look()
-            with self._dropping(sink):
-                self._drop(sink)
+            if not mine:
+                self._leaving.append(sink)  # the thread drops it once it can
+            elif sink in self.sinks:
+                self._look()
+                with self._dropping(sink):
+                    self._drop(sink)
 
     def drain(self) -> None:
         """Reads what there is, before a group's records are gone."""
@@ -158,6 +160,9 @@ class Follower:
                 if ends.is_set():
                     return
                 most = self._look()
+                while self._leaving:
+                    with self._dropping(sink := self._leaving.pop()):
+                        self._drop(sink)
                 pause = min((sink._period for sink in self.sinks), default=0.0)
             if most >= _MANY:
                 pause = min(pause, _POLL_SOON)

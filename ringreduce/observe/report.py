@@ -95,9 +95,11 @@ def _told(late: Late, operation: Operation) -> str:
     """A sentence on a rank that was named, and what it was doing."""
     if late.cause:
         why = ""
+    elif operation.is_message:
+        why = " Its program called late."
     elif (record := operation.records.get(late.by)) is None:
         why = " It has no file, so why is not known."
-    elif operation.is_message or record.arrived_ns - record.posted_ns < late.late_ms * 5e5:
+    elif record.arrived_ns - record.posted_ns < late.late_ms * 5e5:
         why = " Its program called late."
     else:
         why = (

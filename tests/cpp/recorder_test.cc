@@ -149,7 +149,7 @@ TEST(a_wait_is_put_on_the_rank_where_the_delay_began) {
   // This rank, 4, comes at 100 ms, and the other after 60 ms, of which it has waited 50 for rank 9.
   OpRecord record{.sequence = 12, .arrived = ms(100), .done = ms(161)};
   record.state = OpRecord::State::kDone;
-  row.meet(record.arrived);
+  row.meet(record.arrived, /*by_all=*/true);
   row.setArrivals(record, {ms(100), ms(160)}, RankMap({}, 2),
                   [&](int) { return Inherited{.rank = 9, .micros = 50'000}; });
   row.count(record);
@@ -167,7 +167,7 @@ TEST(a_wait_is_put_on_the_rank_where_the_delay_began) {
   // What was called before it had waited is not late since then.
   CHECK_EQ(column.reason(ms(140)).told.rank, Inherited::kNone);
   // Nor is what it calls after it has met these ranks elsewhere.
-  all.meet(ms(170));
+  all.meet(ms(170), /*by_all=*/true);
   CHECK_EQ(column.reason(kNever).told.rank, Inherited::kNone);
 }
 
