@@ -179,7 +179,7 @@ struct Inherited {
 struct Announcement : OpSignature {
   // When this rank began it, by the group's clock (base/clock.h); 0: not known.
   Nanos arrived = 0;
-  uint32_t clock_error = 0;  // the bound of its error in nanoseconds, 4 s at most
+  uint32_t clock_error = 0;  // the bound of its error in nanoseconds
   Inherited why = {};        // this rank did not come sooner
 };
 static_assert(sizeof(Announcement) == 64 && std::has_unique_object_representations_v<Announcement>);

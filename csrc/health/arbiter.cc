@@ -75,9 +75,9 @@ void Arbiter::begin(const OpSignature& operation, Nanos timeout, bool in_users_t
   arrived_[static_cast<size_t>(rank_)] = arrived;
   first_data_ = their_error_ = 0;
   current_ = {operation};
-  if (const ClockOffset offset = clock(); offset.isKnown()) {
+  if (const ClockOffset offset = clock(); offset.isKnown() && offset.error <= kMostError) {
     current_.arrived = arrived - offset.ahead;
-    current_.clock_error = static_cast<uint32_t>(std::min<Nanos>(offset.error, kMostError));
+    current_.clock_error = static_cast<uint32_t>(offset.error);
   }
   current_.why = why_[static_cast<size_t>(rank_)] = why;
   current_.history = history_;
@@ -441,7 +441,8 @@ void Arbiter::noteData(int rank, const Announcement& theirs) {
   const auto isTime = [](Nanos time) { return time >= 0 && time < kNever / 4; };
   if (theirs.arrived == 0 || !isTime(theirs.arrived)) return;
   arrived_[static_cast<size_t>(rank)] = theirs.arrived + ahead_;
-  why_[static_cast<size_t>(rank)] = theirs.why;
+  why_[static_cast<size_t>(rank)] =
+      theirs.why.rank >= Inherited::kUnknown ? theirs.why : Inherited{};
   their_error_ = std::max<Nanos>(their_error_, theirs.clock_error);
 }
 

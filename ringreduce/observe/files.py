@@ -75,6 +75,8 @@ class Writer:
             OSError: it cannot be written.
         """
         group = news.group
+        if self._descriptor >= 0 and os.fstat(self._descriptor).st_nlink == 0:
+            raise OSError(f"{self.path} has been removed")
         number = self._numbers.get(group.meeting)
         if number is None:
             number = self._numbers[group.meeting] = len(self._numbers)
@@ -100,6 +102,9 @@ class Writer:
         finally:
             os.close(self._descriptor)
             self._descriptor = -1
+            # Another entry is another recording.
+            self._part = uuid.uuid4().hex[:8]
+            self._numbers.clear()
 
     def _write(self, line: dict[str, Any], **records: bytes) -> None:
         if self._descriptor < 0:
@@ -614,8 +619,9 @@ class Operation:
         if self.is_message:
             group, size, error = (self.group.meeting, rank + 1), 2, max(0, error)
             if known == 2 and self.root >= 0:
-                delay = record.late[0][1] if record.late[0][0] == record.root else 0.0
-                why = record.causes[0] if delay else None
+                is_late = bool(record.late) and record.late[0][0] == record.root
+                delay = record.late[0][1] if is_late else 0.0
+                why = record.causes[0] if is_late else None
                 where = f"operation #{why.sequence} of another group" if why else ""
                 cause = Cause(why.rank, why.nanos, where) if why else None
                 late = [Arrival(self.root, delay, cause)]
@@ -785,7 +791,10 @@ def judge_of(job: Job) -> Judge:
     for operation in operations(job):
         seen[operation.group.meeting] += 1
         known.feed(operation.seen(job.axis))
-        if all(seen[group.meeting] >= _LEARNED for group in job.groups):
+        # Some groups have few.
+        if seen.total() >= 4 * _LEARNED * len(job.groups) or all(
+            seen[group.meeting] >= _LEARNED for group in job.groups
+        ):
             break
     # Processes of the other hosts are not judged by this one's.
     ranks = {one.rank for one in job.recordings}

@@ -14,6 +14,7 @@ import logging
 import os
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -95,6 +96,7 @@ class Follower:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.sinks: list[Sink] = []
+        self._again: Counter[Sink] = Counter()  # how often each was added while it was there
         self._leaving: list[Sink] = []  # that were removed while a look hung
         self._groups: weakref.WeakKeyDictionary[dist.ProcessGroup, Group] = (
             weakref.WeakKeyDictionary()
@@ -106,6 +108,9 @@ class Follower:
         """Lets a sink have what happens from now on."""
         with self._locked() as mine:
             if not mine:
+                return
+            if sink in self.sinks:  # once more
+                self._again[sink] += 1
                 return
             if not self.sinks:
                 self._groups.clear()
@@ -123,6 +128,8 @@ class Follower:
         with self._locked() as mine:
             if not mine:
                 self._leaving.append(sink)  # the thread drops it once it can
+            elif self._again[sink] > 0:
+                self._again[sink] -= 1
             elif sink in self.sinks:
                 self._look()
                 with self._dropping(sink):
@@ -217,6 +224,7 @@ class Follower:
         """After its last news."""
         if sink in self.sinks:
             self.sinks.remove(sink)
+            del self._again[sink]
             try:
                 sink._close()
             finally:

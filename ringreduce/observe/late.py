@@ -426,11 +426,10 @@ class Judge:
         lines: Lines | None = None,
         watchers: int = 1,
     ) -> None:
-        self.late: deque[Late] = deque(maxlen=_MOST_NAMED)
+        self.late: list[Late] = []  # the latest, as the next two
+        self.starved: list[Late] = []  # that would be named, had the host had a core for them
+        self.wires: list[SlowWire] = []
         self.times: Counter[int] = Counter()  # how often each rank was named
-        # Those that would be named, had the host had a core for them.
-        self.starved: deque[Late] = deque(maxlen=_MOST_NAMED)
-        self.wires: deque[SlowWire] = deque(maxlen=_MOST_NAMED)
         self.operations = self.messages = 0
         self.waited: dict[int, float] = defaultdict(float)  # ns, by where the delay began
         self.unknown = 0  # delays that began with a rank that is not known here
@@ -496,6 +495,8 @@ class Judge:
                 line = self._lines.slow(last_came, seen.end) if self._lines else ""
                 wire = SlowWire(record, transfer / 1e6, usual.median / 1e6, line)
                 self.wires.append(wire)
+        for kept in (self.late, self.starved, self.wires):
+            del kept[:-_MOST_NAMED]
         usual.add(transfer)
         self._count_waits(seen, group, planned)
         group.last_transfer = transfer

@@ -233,6 +233,10 @@ class straggler_detection:
             self._lost += one.lost
             known.waiting += one.records
             records += self._judged(known)
+        # Those that have been destroyed are let go.
+        for meeting in self._groups.keys() - {one.group.meeting for one in news}:
+            known = self._groups.pop(meeting)
+            records += [(known, record) for record in known.waiting]
         # As they ended, whatever their groups.
         for known, record in sorted(records, key=lambda one: one[1].done_ns):
             self._take(known, known.seen(record))

@@ -26,8 +26,8 @@ class tensorboard:
         ringreduce.tensorboard(SummaryWriter())
 
     The scalars are those of this rank, in milliseconds a step: `ringreduce/in_operations_ms`,
-    `ringreduce/waiting_ms` of it for ranks that came later than this one, of that
-    `ringreduce/waiting_for_rank_3_ms` for each of them; and `ringreduce/megabytes` a step.  Those
+    `ringreduce/waiting_ms` there and for messages, of that `ringreduce/waiting_for_rank_3_ms` for
+    delays that began with each rank; and `ringreduce/megabytes` a step.  Those
     of a group that is given have its name: `ringreduce/NAME/megabytes`.  Each is the mean of the
     steps since the last one.  They are written in the thread that calls `optimizer.step`.  An error
     of the writer ends no step: the first is logged, its points are missing, and the next step

@@ -15,6 +15,7 @@ by group and number, they say who was late (late.py, report.py).
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -26,6 +27,8 @@ from ringreduce._words import say
 from ringreduce.observe import follow
 from ringreduce.observe.files import Writer, load
 from ringreduce.observe.report import late_text, summary_text, write_trace
+
+_log = logging.getLogger("ringreduce")
 
 _VARIABLE = "RINGREDUCE_TIMELINE"
 
@@ -97,9 +100,13 @@ def follow_variable() -> None:
     directory = os.environ.get(_VARIABLE) or None
     if (_by_variable and str(_by_variable.directory)) == (directory and str(Path(directory))):
         return
-    if _by_variable is not None:
-        _by_variable.__exit__()
-    _by_variable = timeline(directory).__enter__() if directory else None
+    try:
+        if _by_variable is not None:
+            _by_variable.__exit__()
+        _by_variable = timeline(directory).__enter__() if directory else None
+    except Exception as error:  # no more threads
+        _by_variable = None
+        _log.warning("%s is ignored: %s", _VARIABLE, error)
 
 
 def _forget() -> None:
