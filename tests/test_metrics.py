@@ -62,7 +62,8 @@ def test_the_counts_are_those_of_the_records(rank: Rank) -> None:
     assert status.failed == 0
     assert not status.running
     if rank.rank == 2:
-        assert status.waited.get(2, 0.0) == 0.0
+        # Another rank may have passed on that it had waited for this one.
+        assert status.waited.get(2, 0.0) < 0.1
     else:
         assert 0.1 < status.waited[2] <= seconds
 
@@ -330,15 +331,15 @@ def _writes_where_there_is_no_space(rank: Rank, folder: str) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     writer = metrics._Writer(folder)
     try:
-        assert wait_until(lambda: bool(os.listdir(folder)))
-        (name,) = os.listdir(folder)
+        assert wait_until(lambda: any(n.endswith(".prom") for n in os.listdir(folder)))
+        (name,) = (n for n in os.listdir(folder) if n.endswith(".prom"))
         kept = Path(folder, name).read_bytes()
         resource.setrlimit(resource.RLIMIT_FSIZE, (64, before[1]))
         with pytest.raises(OSError):
             writer._write()
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         assert wait_until(lambda: Path(folder, name).read_bytes() != kept)
-        assert os.listdir(folder) == [name]
+        assert wait_until(lambda: os.listdir(folder) == [name])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         writer.stop()

@@ -394,7 +394,7 @@ def trained(me: Rank, late: int, at: tuple[int, int], hook: bool) -> tuple[str, 
 
     def wait(gradient: torch.Tensor) -> torch.Tensor:
         if now == at[0] and me.rank == late:
-            time.sleep(1.0)
+            time.sleep(2.5)
         return gradient
 
     list(model.children())[at[1]].weight.register_hook(wait)

@@ -277,6 +277,23 @@ def _named_full(me: Rank, folder: str) -> float:
     return goes_on(me, folder)
 
 
+def writes_to_a_fifo(me: Rank, folder: str) -> float:
+    with ringreduce.timeline(folder + "-elsewhere") as named:
+        dist.all_reduce(torch.ones(1))
+        assert wait_until(lambda: named.path is not None)
+    assert named.path is not None
+    os.mkfifo(Path(folder) / named.path.name)
+    return goes_on(me, folder)
+
+
+def test_a_fifo_in_the_place_of_its_file_stops_no_rank(
+    pool: Pool, world: MakeWorld, tmp_path: Path
+) -> None:
+    call = pool.start(writes_to_a_fifo, world(2), str(tmp_path))
+    assert call.results() == [8.0, 8.0]
+    assert "is no longer observed" in call.log(0)
+
+
 def failing(me: Rank, folder: str) -> str:
     with ringreduce.timeline(folder):
         dist.all_reduce(torch.ones(10))
@@ -607,23 +624,6 @@ def test_what_is_no_file_is_left_out(
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith("rank 1 came 40.0 ms")
     assert sum(str(path) in line for line in said) == (what != "empty")
-
-
-def writes_to_a_fifo(me: Rank, folder: str) -> float:
-    with ringreduce.timeline(folder + "-elsewhere") as named:
-        dist.all_reduce(torch.ones(1))
-        assert wait_until(lambda: named.path is not None)
-    assert named.path is not None
-    os.mkfifo(Path(folder) / named.path.name)
-    return goes_on(me, folder)
-
-
-def test_a_fifo_in_the_place_of_its_file_stops_no_rank(
-    pool: Pool, world: MakeWorld, tmp_path: Path
-) -> None:
-    call = pool.start(writes_to_a_fifo, world(2), str(tmp_path))
-    assert call.results() == [8.0, 8.0]
-    assert "is no longer observed" in call.log(0)
 
 
 def test_a_trace_is_written_whole_or_not_at_all(

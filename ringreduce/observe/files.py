@@ -630,13 +630,13 @@ class Operation:
             clock = series.clock(record.arrived_ns)
             known, error = len(came), self.error if clock else -1
             last = self.last()
-            # Nobody waits for the root of a reduce.
-            if record.kind in TO_ROOT and last == self.root:
-                last = -1
             if clock and known > 1 and last >= 0 and record.state == "done":
                 middle = came[(known - 1) // 2][0]
-                median = axis.at(series, middle + clock[0])
                 order = came[:0:-1][:3]
+                if record.kind in TO_ROOT:  # the others drift apart: what counts is the root
+                    middle = self.arrivals.get(self.root, middle)
+                    order = [o for o in order if o[0] > middle] or [(middle, -1)]
+                median = axis.at(series, middle + clock[0])
                 if record.kind in FROM_ROOT:  # only the root can delay others
                     order = [(self.arrivals[last], last)]
                 late = [Arrival(of, float(at - middle), self._cause(of)) for at, of in order]

@@ -11,9 +11,11 @@ operation that took long.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 
 import torch.distributed as dist
@@ -112,9 +114,14 @@ class _Followed:
         # Of a broadcast or scatter only the root can delay other ranks, of a reduce it cannot.
         elif record.kind in FROM_ROOT and late[0].rank != root:
             late = [Arrival(root, 0.0, None)]
-        elif record.kind in TO_ROOT and late[0].rank == root:
+        elif record.kind in TO_ROOT and root == self.rank:
+            # The others wait for nobody, and drift apart: what counts is when the root had come.
+            late = [a._replace(delay=median + a.delay - record.arrived_ns) for a in late]
+            late = [a for a in late if a.rank != root and a.delay > 0] or [Arrival(-1, 0.0, None)]
+            median = float(record.arrived_ns)
+        elif record.kind in TO_ROOT:
             late = []
-        if late and (record.kind not in TO_ROOT or self.rank in (root, late[0].rank)):
+        if late:
             # If this rank was the last one, the others waited for it: without that, all waits that
             # it knows of would be for others.
             mine = late[0].rank == self.rank
@@ -170,7 +177,8 @@ class straggler_detection:
         self._log = log
         self._pressure = CpuPressure()
         self._judge = Judge(self._pressure)
-        self._lock = threading.Lock()  # of the judge
+        self._lock = threading.RLock()  # of the judge; a signal handler may ask too
+        _all.add(self)
         self._groups: dict[str, _Followed] = {}  # by their meetings
         self._lost = 0
         self._logged: dict[int, float] = {}
@@ -305,3 +313,15 @@ class straggler_detection:
 
     def __str__(self) -> str:
         return "straggler_detection"
+
+
+_all: weakref.WeakSet[straggler_detection] = weakref.WeakSet()
+
+
+def _forget() -> None:
+    """The parent's thread may have held a lock as this child was forked."""
+    for one in _all:
+        one._lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_forget)
