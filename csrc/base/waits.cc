@@ -10,22 +10,19 @@
 namespace ringreduce {
 
 // A forked child has neither the groups nor the waits of its parent, and may make groups.
-Waits& Waits::ofProcess() {
+Waits& Waits::makeOfProcess() {
   static Waits& waits = *new Waits;
-  static std::once_flag once;
-  std::call_once(once, [] {
-    pthread_atfork([] { waits.mutex_.lock(); }, [] { waits.mutex_.unlock(); },
-                   [] {
-                     waits.groups_.clear();
-                     waits.added_ = 0;
-                     waits.latest_ = 0;
-                     waits.mutex_.unlock();
-                   });
-  });
+  pthread_atfork([] { waits.mutex_.lock(); }, [] { waits.mutex_.unlock(); },
+                 [] {
+                   waits.groups_.clear();
+                   waits.added_ = 0;
+                   waits.latest_ = 0;
+                   waits.mutex_.unlock();
+                 });
   return waits;
 }
 
-Waits& process_waits = Waits::ofProcess();
+Waits& process_waits = Waits::makeOfProcess();
 
 std::shared_ptr<Waits::Group> Waits::makeGroup(std::vector<int> ranks) {
   std::ranges::sort(ranks);

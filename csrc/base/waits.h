@@ -46,7 +46,8 @@ class Waits {
     uint32_t group = 0;  // twice that of Group, and one more if it was a message
   };
 
-  static Waits& ofProcess();
+  // Makes process_waits.
+  static Waits& makeOfProcess();
 
   std::shared_ptr<Group> makeGroup(std::vector<int> ranks);
 

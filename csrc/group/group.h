@@ -167,8 +167,8 @@ class Group : public std::enable_shared_from_this<Group> {
   uint32_t step_ = 0, bucket_ = 0;
   Recorder recorder_{shownRanks(), !in_memory_};
 
-  // How many threads wait for operations that the worker runs, and since when; and whether torch's
-  // Futures are waited for, which nobody sees.
+  // How many threads wait for operations that the worker runs, and since when.  If torch has asked
+  // for a Future, a thread may wait for that, unseen by this group.
   std::atomic<int> waiting_{0};
   std::atomic<Nanos> waiting_since_{0};
   std::atomic<bool> has_futures_{false};
@@ -176,7 +176,7 @@ class Group : public std::enable_shared_from_this<Group> {
   mutable std::mutex queue_mutex_;
   uint64_t queue_order_ = 0;
   std::map<uint64_t, OpRecord> queued_;  // by that order
-  Recorder messages_{recorder_};
+  Recorder messages_{Recorder::OfMessages{}, recorder_};
   std::unique_ptr<Executor> executor_;
   std::unique_ptr<Epochs> epochs_;
   std::unique_ptr<Survivors> survivors_;  // null if a loss between hosts fails the group

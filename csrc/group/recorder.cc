@@ -41,7 +41,7 @@ Recorder::Recorder(std::vector<int> shown, bool between_hosts, Waits& waits)
   for (size_t r = 0; r < shown_.size(); ++r) waited_[r].rank = shown_[r];
 }
 
-Recorder::Recorder(const Recorder& of_group)
+Recorder::Recorder(OfMessages, const Recorder& of_group)
     : shown_(of_group.shown_),
       between_hosts_(of_group.between_hosts_),
       waits_(of_group.waits_),
@@ -263,7 +263,7 @@ void MessageRecorder::onEnd(const Delivery& delivery, Nanos at, bool failed) {
   record.index = recorder_.next();
   record.done = std::max(at, delivery.called);  // another thread may have read the clock before
   record.state = failed ? OpRecord::State::kFailed : OpRecord::State::kDone;
-  // Nobody waited for it before it was over.
+  // No thread waited for the message before it ended.
   if (delivery.awaited == 0 || delivery.awaited > record.done) record.arrived = record.done;
   const auto isTime = [](Nanos time) { return time > 0 && time < kNever / 4; };
   if (const Nanos theirs = delivery.peer_posted; isTime(theirs) && record.root >= 0) {

@@ -97,8 +97,9 @@ class Recorder {
   // arrival is not known.
   explicit Recorder(std::vector<int> shown, bool between_hosts = false,
                     Waits& waits = process_waits);
-  // Of the messages of the same group.
-  explicit Recorder(const Recorder& of_group);
+  // Of the messages of the group whose operations `of_group` records.
+  struct OfMessages {};
+  Recorder(OfMessages, const Recorder& of_group);
   // Adds the record of an operation that begins, then that of the same one at its end.  By one
   // thread at a time.
   void begin(const OpRecord& record);
@@ -174,7 +175,7 @@ class Recorder {
   std::atomic<uint64_t> failed_{0};
   // Those of the group, then others as they are waited for.
   std::vector<OfRank> waited_;
-  // How long operations take when nobody is late, by kind and size.
+  // The usual time of an operation of a kind and size, without late ranks.
   struct Usual {
     uint64_t of = 0;
     Nanos nanos = 0;

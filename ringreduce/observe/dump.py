@@ -306,7 +306,7 @@ class _Plain(_Unpickler):  # type: ignore[misc]
             raise pickle.UnpicklingError("it has a key that is no text")
         self.stack[-1].update(zip(items[::2], items[1::2], strict=True))
 
-    # What a dump is made of, and the names of objects.
+    # The opcodes that a dump needs, and those that name objects, which find_class refuses.
     _codes = b"\x80\x95(.\x94hjN\x88\x89KMJ\x8aG\x8cX}]ae)t\x85\x86\x87" + b"c\x93"
     dispatch: ClassVar[dict[int, Any]] = {code: _Unpickler.dispatch[code] for code in _codes} | {
         pickle.SETITEM[0]: lambda self: self._set([self.stack.pop(-2), self.stack.pop()]),

@@ -488,7 +488,7 @@ def _records_in(line: dict[str, Any], name: str, bad: Counter[str] | None = None
     written = line["clock"][0]
     sound = [
         record for record in found
-        if _is_sound(record, written) and (record.kind in ("send", "recv")) == (name == "messages")
+        if _is_sound(record, written) and record.is_message == (name == "messages")
     ]  # fmt: skip
     if len(sound) < len(found):
         bad["a record has times that cannot be"] += len(found) - len(sound)
@@ -554,7 +554,7 @@ class Operation:
 
     @property
     def is_message(self) -> bool:
-        return self.any_record.kind in ("send", "recv")
+        return self.any_record.is_message
 
     @property
     def arrivals(self) -> dict[int, int]:
@@ -633,7 +633,7 @@ class Operation:
             if clock and known > 1 and last >= 0 and record.state == "done":
                 middle = came[(known - 1) // 2][0]
                 order = came[:0:-1][:3]
-                if record.kind in TO_ROOT:  # the others drift apart: what counts is the root
+                if record.kind in TO_ROOT:  # only the root waits: delays count from its arrival
                     middle = self.arrivals.get(self.root, middle)
                     order = [o for o in order if o[0] > middle] or [(middle, -1)]
                 median = axis.at(series, middle + clock[0])

@@ -133,7 +133,7 @@ class Seen:
 
     @property
     def is_message(self) -> bool:
-        return self.record.kind in ("send", "recv")
+        return self.record.is_message
 
     def __str__(self) -> str:
         r = self.record

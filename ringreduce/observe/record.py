@@ -121,6 +121,11 @@ class Record:
         return f"{self.kind} #{self.sequence} ({self.bytes} bytes)"
 
     @property
+    def is_message(self) -> bool:
+        """Whether it is of a send or a recv."""
+        return self.kind in _MESSAGES[1:]
+
+    @property
     def last_rank(self) -> int:
         """The rank that came last; -1 if none is known."""
         return self.late[0][0] if self.late else -1

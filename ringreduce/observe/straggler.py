@@ -34,7 +34,7 @@ from ringreduce.observe.late import (
     SlowWire,
     Wait,
 )
-from ringreduce.observe.record import FROM_ROOT, TO_ROOT, Record
+from ringreduce.observe.record import FROM_ROOT, TO_ROOT, Record, Why
 
 _LOG_EVERY = 60.0  # seconds between two lines about a rank
 _ANSWERS_IN = 0.3  # seconds that the answers of other ranks are awaited
@@ -42,6 +42,11 @@ _STEPS = 20  # between two looks at what takes many steps to show
 
 # What a record, or an answer, tells of a rank: when it came, and why not sooner.
 _Came = tuple[float, int, Cause | None]
+
+
+def _cause(why: Why | None) -> Cause | None:
+    """As another rank tells it, whose groups are not known here."""
+    return why and Cause(why.rank, why.nanos, f"operation #{why.sequence} of another group")
 
 
 class _Followed:
@@ -78,36 +83,28 @@ class _Followed:
         answers = extension().arrivals(self.group.backend, record.sequence, first)
         found: list[_Came] = []
         for rank, came, since, micros, sequence in answers:
-            cause = None
-            if since != -1:
-                cause = Cause(since, micros * 1e3, f"operation #{sequence} of another group")
-            found.append((came, self.group.ranks[rank], cause))
+            why = None if since == -1 else Why(since, micros * 1000, sequence)
+            found.append((came, self.group.ranks[rank], _cause(why)))
         return sorted(found, key=lambda one: one[0])
 
     def seen(self, record: Record, came: list[_Came] | None = None) -> Seen:
         """`came`: what other ranks have answered, ascending."""
         ranks = self.group.ranks
-        causes = [
-            None
-            if why is None
-            else Cause(why.rank, why.nanos, f"operation #{why.sequence} of another group")
-            for why in record.causes
-        ]
-        own = None if record.why is None else Cause(record.why.rank, record.why.nanos, "")
+        own = _cause(record.why)
         known, median = record.known, float(record.median_ns)
         late = [
-            Arrival(ranks[rank], nanos, cause)
-            for (rank, nanos), cause in zip(record.late, causes, strict=True)
+            Arrival(ranks[rank], nanos, _cause(why))
+            for (rank, nanos), why in zip(record.late, record.causes, strict=True)
         ]
         if came:
             known, median = len(came), came[(len(came) - 1) // 2][0]
             late = [Arrival(rank, at - median, cause) for at, rank, cause in came[:0:-1][:3]]
-        size = 2 if record.kind in ("send", "recv") else len(self.live)
+        size = 2 if record.is_message else len(self.live)
         error, waits = record.clock_error_ns, []
         root = ranks[record.root] if record.root >= 0 else -1
         if record.state != "done" or known < 2:
             late = []
-        elif size == 2 and record.kind in ("send", "recv"):
+        elif record.is_message:
             # Only the peer can have kept this rank waiting: not at all, if it had come before.
             if late[0].rank != root:
                 late = [Arrival(root, 0.0, None)]
@@ -115,7 +112,7 @@ class _Followed:
         elif record.kind in FROM_ROOT and late[0].rank != root:
             late = [Arrival(root, 0.0, None)]
         elif record.kind in TO_ROOT and root == self.rank:
-            # The others wait for nobody, and drift apart: what counts is when the root had come.
+            # Only the root waits in a reduce: a delay counts from the root's arrival.
             late = [a._replace(delay=median + a.delay - record.arrived_ns) for a in late]
             late = [a for a in late if a.rank != root and a.delay > 0] or [Arrival(-1, 0.0, None)]
             median = float(record.arrived_ns)
@@ -129,7 +126,7 @@ class _Followed:
             until = min(median + late[0].delay, float(record.done_ns)) - max(0, error)
             if until > begin:
                 waits = [Wait(self.rank, begin, until, None if mine else own)]
-        kind = "messages" if record.kind in ("send", "recv") else "operations"
+        kind = "messages" if record.is_message else "operations"
         return Seen(
             (self.group.meeting, kind),
             self.group.title,
@@ -279,7 +276,7 @@ class straggler_detection:
 
     def _misses_arrivals(self, known: _Followed, record: Record) -> bool:
         missing = record.known < len(known.live) and record.state == "done"
-        if not missing or record.kind in ("send", "recv"):
+        if not missing or record.is_message:
             return False
         return self._judge.takes_long((known.group.meeting, "operations"), record)
 
