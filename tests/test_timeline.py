@@ -536,11 +536,14 @@ def test_a_torn_line_and_another_version_are_told(
     assert main(["summary", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert "it is of another version of ringreduce: read it with that one" in said
+    assert said.count(str(path)) == 2, said  # that, and the torn line
 
 
 def test_a_directory_without_a_timeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["late", str(tmp_path)]) == 1
     assert capsys.readouterr().err.startswith(f"{tmp_path} holds no timeline")
+    assert main(["late", str(tmp_path / "nowhere")]) == 1
+    assert "give the one of RINGREDUCE_TIMELINE" in capsys.readouterr().err
 
 
 # ---- damaged files

@@ -359,14 +359,19 @@ def load(directory: Path) -> Folder:
 
     Raises:
         ValueError: there is no timeline, or none that can be read.
-        OSError: the folder cannot be read.
     """
     groups: dict[str, Group] = {}
     recordings: list[Recording] = []
     problems = []
-    paths = sorted(path for path in directory.iterdir() if path.name.endswith(".jsonl"))
+    try:
+        paths = sorted(path for path in directory.iterdir() if path.name.endswith(".jsonl"))
+    except OSError as error:
+        raise ValueError(
+            f"{directory} is not a folder that can be read ({error.strerror}): give the one of "
+            "RINGREDUCE_TIMELINE, or of ringreduce.timeline"
+        ) from error
     for path in paths:
-        parts: dict[str, Recording] = {}
+        parts: dict[str, Recording | None] = {}  # None: of another version
         try:
             bad: Counter[str] = Counter()
             for line in _lines(path, bad):
@@ -378,7 +383,7 @@ def load(directory: Path) -> Folder:
                 f"{path}: {count} {'lines are' if count > 1 else 'line is'} left out: {why}"
                 for why, count in bad.items()
             ]
-        recordings += parts.values()
+        recordings += filter(None, parts.values())
     recordings = [one for one in recordings if any(s.first for s in one.series.values())]
     if not recordings:
         raise ValueError(
@@ -414,7 +419,7 @@ def _lines(path: Path, bad: Counter[str]) -> Iterator[dict[str, Any]]:
 def _note(
     path: Path,
     line: dict[str, Any],
-    parts: dict[str, Recording],
+    parts: dict[str, Recording | None],
     groups: dict[str, Group],
     bad: Counter[str],
 ) -> None:
@@ -423,11 +428,14 @@ def _note(
         if "layout" in line:
             check(line, _HEADER)
             if line["layout"] != LAYOUT.format or line["names"] != names():
+                parts[line["part"]] = None
                 raise Damaged("it is of another version of ringreduce: read it with that one")
             parts[line["part"]] = Recording(path, line)
             return
         recording = parts.get(line["part"])
         if recording is None:
+            if line["part"] in parts:
+                return  # its header has been told
             raise Damaged("its recording has no header that can be read")
         if "ranks" in line:
             recording.series[line["group"]] = _series_of(recording, line, groups)
