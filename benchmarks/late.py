@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import itertools
 import json
 import math
@@ -173,7 +174,7 @@ class Computation:
 
     parts = 0  # of this step so far
     late_in, late_seconds = -1, 0.0
-    overslept = 0.0  # seconds in this step: the machine made this rank late
+    overslept = 0.0  # seconds in this step
 
     def __call__(self, ms: float) -> None:
         seconds = ms / 1e3 + (self.late_seconds if self.parts == self.late_in else 0.0)
@@ -181,6 +182,33 @@ class Computation:
         time.sleep(seconds)
         self.overslept += time.monotonic() - begun - seconds
         self.parts += 1
+
+
+class Machine:
+    """By how much the machine has made this rank late in each step, as the kernel tells it: it
+    slept too long, waited for a core, or a thread of it (which may have Python's lock) ran longer
+    than usual, as if another guest had the core.
+    """
+
+    def __init__(self) -> None:
+        self._last = self._now()
+        self._steps: list[tuple[int, float, float]] = []  # number, ms late and ms that it ran
+
+    @staticmethod
+    def _now() -> tuple[float, float]:
+        waited = int(Path("/proc/thread-self/schedstat").read_text().split()[1])
+        return time.process_time() * 1e3, waited / 1e6
+
+    def end_step(self, number: int, overslept: float) -> None:
+        """`overslept`: seconds."""
+        (ran, waited), (ran_before, waited_before) = self._now(), self._last
+        self._last = ran, waited
+        self._steps.append((number, overslept * 1e3 + waited - waited_before, ran - ran_before))
+
+    def late(self) -> dict[int, float]:
+        """Milliseconds, by the number of the step."""
+        usual = statistics.median(ran for _, _, ran in self._steps)
+        return {number: late + max(0.0, ran - usual) for number, late, ran in self._steps}
 
 
 def in_meshes(mesh: DeviceMesh, compute: Computation) -> Callable[[], None]:
@@ -337,9 +365,11 @@ def train_in_shape(given: argparse.Namespace) -> None:
         late = delays(given, world, run)
         folder = Path(given.as_rank, str(run))
         dist.barrier(together)
+        gc.collect()  # amid a run Python's collector would make this rank late by 70 ms
+        gc.freeze()
         with ringreduce.timeline(folder), ringreduce.straggler_detection(log=False) as sd:
             dist.barrier(together)
-            begun, overslept = time.monotonic(), {}
+            begun, machine = time.monotonic(), Machine()
             for number in range(given.steps if run >= 0 else 20):
                 who, where = late.get(number, (-1, 0.0))
                 compute.late_in = int(where * parts) if who == rank else -1
@@ -347,11 +377,11 @@ def train_in_shape(given: argparse.Namespace) -> None:
                 compute.overslept = 0.0
                 step()
                 parts = compute.parts
-                overslept[steps] = compute.overslept * 1e3
+                machine.end_step(steps, compute.overslept)
                 steps += 1
             took = time.monotonic() - begun
         found = {"delays": delays_in(sd.late), "steady": list(sd.persistent), "took": took}
-        found |= {"summary": sd.summary(), "overslept": overslept}
+        found |= {"summary": sd.summary(), "machine": machine.late()}
         (folder / f"rank{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
@@ -408,12 +438,12 @@ def name_in_shape(given: argparse.Namespace, shape: str) -> bool:
             found = [json.loads((there / f"rank{r}.json").read_text()) for r in range(world)]
             times.append(found[0]["took"] / given.steps * 1e3)
 
-            def overslept(rank: int, step: int, ms: float, found: list = found) -> bool:
-                slept = found[rank]["overslept"]
-                return slept.get(str(step), 0) + slept.get(str(step - 1), 0) > ms / 2
+            def by_machine(rank: int, step: int, ms: float, found: list = found) -> bool:
+                late = found[rank]["machine"]
+                return late.get(str(step), 0) + late.get(str(step - 1), 0) > ms / 2
 
-            def named(by: dict[str, Any], by_machine: bool = True) -> set[int]:
-                late = [one for one in by["delays"] if by_machine or not overslept(*one)]
+            def named(by: dict[str, Any], all: bool = True) -> set[int]:
+                late = [one for one in by["delays"] if all or not by_machine(*one)]
                 return {rank for rank, *_ in late} | set(by["steady"])
 
             by_files = judged(there)
@@ -429,7 +459,7 @@ def name_in_shape(given: argparse.Namespace, shape: str) -> bool:
                 if named(by) - culprits or (culprits - named(by) and by is by_files):
                     more = [
                         f"rank {rank} {ms:.1f} ms in step {step}"
-                        + (", as it had slept too long" if overslept(rank, step, ms) else "")
+                        + (", by the machine" if by_machine(rank, step, ms) else "")
                         for rank, step, ms in by["delays"]
                         if rank not in culprits
                     ]
@@ -437,7 +467,7 @@ def name_in_shape(given: argparse.Namespace, shape: str) -> bool:
                           f"{sorted(named(by))} ({'; '.join(more)}): {by['summary']}")  # fmt: skip
     print(
         f"{both} of {given.runs} runs right (live {live}, timeline {afterwards}; {but_for_machine} "
-        f"but for ranks that slept too long): {shape}, "
+        f"but for delays by the machine): {shape}, "
         f"{world} ranks{' on hosts' if given.on_hosts else ''}, {given.steps} steps of "
         f"{statistics.median(times):.1f} ms, delay {given.delay_ms:g} ms"
         f"{' in turns' if given.turns else ''}{', on a busy machine' if given.busy else ''}, "
@@ -474,7 +504,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--hook", action="store_true", help="gloo with the hook")
     parser.add_argument("--hosts", type=int, default=0, help="slow a line between so many hosts")
-    parser.add_argument("--mbit", type=float, default=1000.0, help="of a host's line")
+    parser.add_argument("--mbit", type=float, help="of a host's line; 1000, or in a shape no limit")
     parser.add_argument("--slow-mbit", type=float, default=100.0, help="of the slow one")
     parser.add_argument("--on-host", default="", help=argparse.SUPPRESS)
     parser.add_argument("--busy", action="store_true", help="a process on each core beside it")
@@ -484,6 +514,8 @@ def main() -> int:
     parser.add_argument("--as-rank", default="", help=argparse.SUPPRESS)
     given = parser.parse_args()
     given.steps = given.steps or (100 if given.shape else 1000)
+    if given.mbit is None:
+        given.mbit = 0.0 if given.shape else 1000.0
     if given.as_rank:
         train_in_shape(given)
         return 0
