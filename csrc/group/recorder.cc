@@ -171,7 +171,8 @@ void Recorder::waitedFor(const OpRecord& record, int rank, Nanos from, Nanos unt
                 .sequence = static_cast<uint32_t>(record.sequence),
                 .group = id(),
                 .in_message = record.message != OpRecord::Message::kNone,
-                .by_all = waitsByAll(record)});
+                // A slow line delays some ranks alone.
+                .by_all = rank != Inherited::kUnknown && waitsByAll(record)});
 }
 
 // Follows the shorter ones.
