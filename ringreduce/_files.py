@@ -11,9 +11,9 @@ import os
 import reprlib
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import IO, Any, BinaryIO, TypeVar
 
 _KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFDIR: "a folder", stat.S_IFSOCK: "a socket",
           stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}  # fmt: skip
@@ -21,6 +21,9 @@ _KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFDIR: "a folder", stat.S_IFSOCK: "a so
 
 _brief = reprlib.Repr()
 _brief.maxlevel = 3  # what shares its parts is small in memory and endless as text
+
+
+_Item = TypeVar("_Item")
 
 
 class Damaged(ValueError):
@@ -127,6 +130,26 @@ def check(value: Any, schema: Any, name: str = "it") -> None:
 def natural(value: Any) -> bool:
     """For `check`: a whole number from 0 on, of 63 bits at most."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
+
+
+def sharing(
+    items: Iterable[_Item], keys: Callable[[_Item], Iterable[Hashable]]
+) -> list[list[_Item]]:
+    """Parts items, so that those with a common key are together: files of one job.
+
+    Args:
+        items: what was read.
+        keys: of an item.
+    """
+    parts: list[tuple[set[Hashable], list[_Item]]] = []
+    for item in items:
+        known, members = set(keys(item)), [item]
+        for part in [part for part in parts if part[0] & known]:
+            parts.remove(part)
+            known |= part[0]
+            members = part[1] + members
+        parts.append((known, members))
+    return [members for _, members in parts]
 
 
 def _shown(value: Any) -> str:

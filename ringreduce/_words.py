@@ -36,6 +36,26 @@ def listed(words: Sequence[str]) -> str:
     return ", ".join(words[:-1]) + " and " + words[-1] if len(words) > 1 else "".join(words)
 
 
+def aligned(rows: Sequence[Sequence[str]], words: Sequence[int] = ()) -> list[str]:
+    """A table for a terminal.
+
+    Args:
+        rows: its cells, of as many columns each.
+        words: the columns that are aligned to the left.
+
+    Returns:
+        Its lines.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if at in words else cell.rjust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
 def say(text: str, file: TextIO | None = None) -> None:
     """Prints what a program has found, whatever characters a damaged file has put into it.
 

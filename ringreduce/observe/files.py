@@ -26,7 +26,7 @@ import struct
 import time
 import uuid
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ringreduce._backend import extension, job_name
-from ringreduce._files import Damaged, check, natural, opened
+from ringreduce._files import Damaged, check, natural, opened, sharing
 from ringreduce._words import ranks_text
 from ringreduce.observe.follow import Group as Followed
 from ringreduce.observe.follow import News
@@ -45,6 +45,7 @@ from ringreduce.observe.late import (
     Judge,
     Seen,
     Wait,
+    of_root,
     pressure_ns,
 )
 from ringreduce.observe.record import FROM_ROOT, LAYOUT, TO_ROOT, Record, names, parse
@@ -180,21 +181,14 @@ _RECORDS = {"part": str, "group": natural, "clock": [int], "operations?": str, "
 
 @dataclass(eq=False)
 class Series:
-    """The records of a group in one recording.
-
-    Attributes:
-        recording: it.
-        group: with the other ranks' series.
-        rank: the global rank whose they are.
-        recorder: how records of this recording name the group (Why.group).
-        clocks: how far this rank's clock was ahead of the group's, and the bound of the error, by
-            the time of each sample.
-    """
+    """The records of a group in one recording."""
 
     recording: Recording
-    group: Group
-    rank: int
-    recorder: int
+    group: Group  # with the other ranks' series
+    rank: int  # the global one
+    recorder: int  # how records of this recording name the group (Why.group)
+    # The time of each sample of how far this rank's clock was ahead of the group's, and the bound
+    # of its error.
     clocks: list[tuple[int, int, int]] = field(default_factory=list)
     first: int = 0  # call, by this rank's clock
     kinds: dict[int, str] = field(default_factory=dict)  # of its latest operations, by number
@@ -352,10 +346,7 @@ class Folder:
 
 
 def load(directory: Path) -> Folder:
-    """Reads who wrote what.
-
-    Args:
-        directory: with the files of all ranks, of one job or several.
+    """Reads who wrote what in a folder, of one job or several.
 
     Raises:
         ValueError: there is no timeline, or none that can be read.
@@ -514,18 +505,13 @@ def _is_sound(r: Record, written: int) -> bool:
 
 def _jobs_of(recordings: list[Recording]) -> list[Job]:
     """Those that share a group, or a process, are one job."""
-    jobs: list[tuple[set[Any], list[Recording]]] = []
-    for one in recordings:
-        keys: set[Any] = {series.group.meeting for series in one.series.values()}
-        keys.add((one.header["boot"], one.header["pid"], one.path))
-        mine = [one]
-        for known in [job for job in jobs if job[0] & keys]:
-            jobs.remove(known)
-            keys |= known[0]
-            mine += known[1]
-        jobs.append((keys, mine))
+
+    def keys(one: Recording) -> Iterator[Hashable]:
+        yield from (series.group.meeting for series in one.series.values())
+        yield one.header["boot"], one.header["pid"], one.path
+
     made = []
-    for _, mine in jobs:
+    for mine in sharing(recordings, keys):
         mine.sort(key=lambda one: one.rank)
         found = {s.group.meeting: s.group for one in mine for s in one.series.values() if s.first}
         for group in found.values():
@@ -542,16 +528,10 @@ def _jobs_of(recordings: list[Recording]) -> list[Job]:
 
 @dataclass(slots=True)
 class Operation:
-    """An operation, or a message, with the records of its ranks.
-
-    Attributes:
-        group: its group.
-        records: by global rank; of a message that of one rank.
-        series: of these records.
-    """
+    """An operation, or a message, with the records of its ranks."""
 
     group: Group
-    records: dict[int, Record] = field(default_factory=dict)
+    records: dict[int, Record] = field(default_factory=dict)  # of a message that of one rank
     series: dict[int, Series] = field(default_factory=dict)
     _arrivals: dict[int, int] | None = None
     _last: int | None = None
@@ -639,15 +619,11 @@ class Operation:
             known, error = len(came), self.error if clock else -1
             last = self.last()
             if clock and known > 1 and last >= 0 and record.state == "done":
-                middle = came[(known - 1) // 2][0]
-                order = came[:0:-1][:3]
-                if record.kind in TO_ROOT:  # only the root waits: delays count from its arrival
-                    middle = self.arrivals.get(self.root, middle)
-                    order = [o for o in order if o[0] > middle] or [(middle, -1)]
+                middle = float(came[(known - 1) // 2][0])
+                late = [Arrival(of, at - middle, self._cause(of)) for at, of in came[:0:-1][:3]]
+                at_root = float(self.arrivals.get(self.root, middle))
+                middle, late = of_root(record, self.root, at_root, middle, late)
                 median = axis.at(series, middle + clock[0])
-                if record.kind in FROM_ROOT:  # only the root can delay others
-                    order = [(self.arrivals[last], last)]
-                late = [Arrival(of, float(at - middle), self._cause(of)) for at, of in order]
         waits = []
         for of, one in self.records.items() if late else ():
             waited = self.wait(of) - max(0, error)
@@ -679,15 +655,8 @@ class Operation:
 
 
 def operations(job: Job, problems: list[str] | None = None) -> Iterator[Operation]:
-    """What happened in a job, about in the order in which it did.
-
-    Args:
-        job: of a folder.
-        problems: where to say what could not be read.
-
-    Returns:
-        Operations with the records of all ranks that have files, and messages.
-    """
+    """What happened in a job, about in the order in which it did: operations with the records of
+    all ranks that have files, and messages.  `problems` takes what could not be read."""
     pending = {group.meeting: _Pending(group) for group in job.groups}
     bad: Counter[str] = Counter()
     # How many files a rank's records of a group may still come from.

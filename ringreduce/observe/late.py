@@ -35,7 +35,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ringreduce._words import listed, ranks_text
-from ringreduce.observe.record import UNKNOWN, Record
+from ringreduce.observe.record import FROM_ROOT, TO_ROOT, UNKNOWN, Record
 
 _WINDOW = 1024  # operations that the usual delay is taken from
 _FEWEST = 64  # no rank is named before so many operations,
@@ -138,6 +138,26 @@ class Seen:
     def __str__(self) -> str:
         r = self.record
         return f"{r} of {self.title} ({place(r)})"
+
+
+def of_root(
+    record: Record, root: int, at_root: float, median: float, late: list[Arrival]
+) -> tuple[float, list[Arrival]]:
+    """Since when delays count where not all ranks wait for all, and whose.
+
+    Args:
+        record: of an operation or a message, which may have no root.
+        root: the root, or the peer.
+        at_root: when it came, for a reduce or gather.
+        median, late: as in Seen, of all ranks.
+    """
+    if record.is_message or record.kind in FROM_ROOT:  # only the root can delay others
+        late = [one for one in late if one.rank == root] or [Arrival(root, 0.0, None)]
+    elif record.kind in TO_ROOT:  # only the root waits
+        late = [one._replace(delay=median + one.delay - at_root) for one in late]
+        late = [a for a in late if a.rank != root and a.delay > 0] or [Arrival(-1, 0.0, None)]
+        median = at_root
+    return median, late
 
 
 def place(record: Record) -> str:

@@ -335,40 +335,28 @@ def end() -> None:
 
 @dataclass
 class Status:
-    """What a rank has written, summed over its groups.
-
-    Attributes:
-        rank, job, host, pid: whose it is.
-        meeting: what tells its job from others of the same name; "" if it has no group of all.
-        started, updated: when its process began, and when it wrote, in Unix time of its host.
-        step: steps of its optimizers.
-        operations, failed, bytes, seconds: of all operations so far.
-        waited: seconds that it waited for other ranks, by their ranks.
-        lines: bytes, busy seconds and packets sent again, by the rank of another host.
-        done: operations that have ended, by the names of its groups.
-        running: the operation that ran, as in errors ("all_reduce #17"), by group.
-        running_seconds: for how long that had run, by group.
-        age: seconds since then, as far as the reader knows.
-    """
+    """What a rank has written, summed over its groups.  Times are Unix times of its host."""
 
     rank: int
     job: str
     host: str = ""
     pid: int = 0
-    meeting: str = ""
-    started: float = 0.0
-    updated: float = 0.0
-    step: float = 0
-    operations: float = 0
+    meeting: str = ""  # tells its job from others of the same name; "": it has no group of all
+    started: float = 0.0  # its process
+    updated: float = 0.0  # these figures
+    step: float = 0  # of its optimizers
+    operations: float = 0  # so far, as all sums
     failed: float = 0
     bytes: float = 0
     seconds: float = 0.0
+    # Seconds, by the rank that it waited for.
     waited: dict[int, float] = field(default_factory=lambda: defaultdict(float))
+    # Bytes, busy seconds and packets sent again, by the rank of another host.
     lines: dict[int, list[float]] = field(default_factory=lambda: defaultdict(lambda: [0.0] * 3))
-    done: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-    running: dict[str, str] = field(default_factory=dict)
-    running_seconds: dict[str, float] = field(default_factory=dict)
-    age: float = 0.0
+    done: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # by group
+    running: dict[str, str] = field(default_factory=dict)  # "all_reduce #17", by group,
+    running_seconds: dict[str, float] = field(default_factory=dict)  # and for how long it has run
+    age: float = 0.0  # seconds since `updated`, as far as the reader knows
 
 
 class Damages:
@@ -401,16 +389,10 @@ _FIELDS = {"operations": "operations", "failed_operations": "failed", "bytes": "
 def statuses(
     written: bytes, name: str = "the text", damages: Damages | None = None
 ) -> list[Status]:
-    """What ranks have written in Prometheus' text format.
+    """What ranks of one job or several have written in Prometheus' text format, ascending.
 
-    Args:
-        written: by one rank or several, of one job or several; by other programs too.
-        name: of the text, for sentences.
-        damages: takes what is wrong with the text.  Lines that are damaged are left out, and ranks
-            of which nothing says who they are.
-
-    Returns:
-        The ranks of all jobs, ascending.
+    `damages` takes what is wrong with the text, which sentences call `name`.  Damaged lines are
+    left out, and ranks of which nothing says who they are.
     """
     damages = Damages() if damages is None else damages
     found: dict[tuple[str, int], Status] = {}

@@ -12,12 +12,12 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ringreduce._files import Damaged
+from ringreduce._files import Damaged, sharing
 from ringreduce._words import listed, ranks_text, say
 from ringreduce.observe.dump import EARLIER_PREFIX, MESSAGES, PREFIX, meetings_of, read
 
@@ -42,33 +42,13 @@ def _paths(folder: str | Path) -> Iterator[tuple[str, int]]:
         folders[:] = sorted(folders) if at[len(top) :].count(os.sep) < 1 else []
 
 
-def _jobs(dumps: Iterable[Dump]) -> list[list[Dump]]:
-    """The dumps of each job, the newest job and its newest dump first."""
-    jobs: list[tuple[set[str], list[Dump]]] = []
-    for dump in dumps:
-        meetings, members = set(meetings_of(dump)), [dump]
-        for other in [job for job in jobs if job[0] & meetings]:
-            jobs.remove(other)
-            meetings |= other[0]
-            members += other[1]
-        jobs.append((meetings, members))
-    found = [sorted(members, key=_time_of, reverse=True) for _, members in jobs]
-    return sorted(found, key=lambda members: _time_of(members[0]), reverse=True)
-
-
 def _time_of(dump: Dump) -> int:
     return int(dump["ringreduce"]["time_ns"])
 
 
 def load(folder: str | Path) -> dict[int, Dump]:
-    """Reads the dumps in a folder.
-
-    Args:
-        folder: that of RINGREDUCE_DUMP, or of dump_records.
-
-    Returns:
-        The dumps by rank, of the newest job.  Other jobs, and what is damaged, are left out, with a
-        line on stderr.
+    """Reads the dumps in a folder, by rank, of the newest job.  Other jobs, and what is damaged,
+    are left out, with a line on stderr.
 
     Raises:
         ValueError: there is no dump that can be read.
@@ -90,7 +70,8 @@ def load(folder: str | Path) -> dict[int, Dump]:
         raise ValueError(
             f"{folder} has no file {PREFIX}0 or the like: no rank has left a dump that can be read"
         )
-    newest, *others = _jobs(found)
+    jobs = [sorted(job, key=_time_of, reverse=True) for job in sharing(found, meetings_of)]
+    newest, *others = sorted(jobs, key=lambda job: _time_of(job[0]), reverse=True)
     for job in others:
         about = job[0]["ringreduce"]
         name = about["job"] or os.path.basename(about["program"])
@@ -128,15 +109,11 @@ def _seconds(nanos: float) -> str:
 
 @dataclass(frozen=True)
 class _Call:
-    """An operation of a rank.
-
-    `age`: nanoseconds from when something last happened in it until the dump.  `began`: when it
-    began to run, by the clock of `_Group.dumped`.
-    """
+    """An operation of a rank."""
 
     own: dict[str, Any]
-    age: int
-    began: int
+    age: int  # nanoseconds from when something last happened in it until the dump
+    began: int  # to run, by the clock of `_Group.dumped`
 
     @property
     def name(self) -> str:
@@ -183,20 +160,16 @@ class _Call:
 
 @dataclass
 class _Group:
-    """A group of the job as far as the dumps know it: calls by rank and number.
-
-    `to_common`: what makes the times of each rank comparable; `dumped`: when each rank dumped, so;
-    `unsure`: ranks with records that are damaged.  `messages` are by rank.
-    """
+    """A group of the job as far as the dumps know it."""
 
     name: str
     desc: str
     ranks: list[int]
-    calls: dict[int, dict[int, _Call]] = field(default_factory=dict)
-    messages: dict[int, list[_Call]] = field(default_factory=dict)
-    to_common: dict[int, int] = field(default_factory=dict)
-    dumped: dict[int, int] = field(default_factory=dict)
-    unsure: set[int] = field(default_factory=set)
+    calls: dict[int, dict[int, _Call]] = field(default_factory=dict)  # by rank and number
+    messages: dict[int, list[_Call]] = field(default_factory=dict)  # by rank
+    to_common: dict[int, int] = field(default_factory=dict)  # makes times of ranks comparable
+    dumped: dict[int, int] = field(default_factory=dict)  # when each rank did, by that clock
+    unsure: set[int] = field(default_factory=set)  # ranks with records that are damaged
 
     @property
     def title(self) -> str:
@@ -264,17 +237,11 @@ def _to_common_clock(dumps: dict[int, Dump], name: str, about: Dump) -> int:
 
 @dataclass(frozen=True)
 class Finding:
-    """What ended the job.
+    """What ended the job."""
 
-    Attributes:
-        what: a sentence: the operation, the group, and who did what.
-        ranks: who is to blame; the ranks to look at.
-        group: the name of the group, or "".
-    """
-
-    what: str
-    ranks: tuple[int, ...]
-    group: str = ""
+    what: str  # a sentence: the operation, the group, and who did what
+    ranks: tuple[int, ...]  # who is to blame; the ranks to look at
+    group: str = ""  # its name
 
 
 def _mismatch(group: _Group) -> Finding | None:
@@ -344,14 +311,7 @@ def _lost(group: _Group, error: Dump) -> Finding | None:
 
 
 def find(dumps: dict[int, Dump]) -> Finding | None:
-    """What ended the job.
-
-    Args:
-        dumps: as of `load`.
-
-    Returns:
-        The cause; None if all operations have ended and no rank has an error.
-    """
+    """What ended the job; None if all operations have ended and no rank has an error."""
     found = ((rank, dump["ringreduce"]["error"]) for rank, dump in dumps.items())
     told = sorted((pair for pair in found if pair[1]), key=lambda pair: pair[1]["time_ns"])
     for rank, error in told:
@@ -456,16 +416,7 @@ def _where(dumps: dict[int, Dump], finding: Finding) -> str:
 
 
 def explain(dumps: dict[int, Dump], finding: Finding | None) -> list[str]:
-    """What ended the job, in words.
-
-    Args:
-        dumps: as of `load`.
-        finding: as of `find`.
-
-    Returns:
-        Three sentences: the cause, what each rank did last, where to look.  Two if there is no
-        cause.
-    """
+    """Three sentences: the cause, what each rank did last, where to look.  Two if there is none."""
     if finding is None:
         of = f"{'dump' if len(dumps) == 1 else 'dumps'} of {ranks_text(dumps)}"
         cause = f"No cause was found: all operations in the {of} have ended."

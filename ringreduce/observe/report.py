@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ringreduce._files import replacing
-from ringreduce._words import ranks_text
+from ringreduce._words import aligned, ranks_text
 from ringreduce.observe.files import Group, Job, Operation, Series, judge_of, operations
 from ringreduce.observe.late import Late
 from ringreduce.observe.record import UNKNOWN, Record
@@ -64,12 +64,8 @@ class _Sums:
 
 
 def summary_text(job: Job, problems: list[str]) -> str:
-    """A table for each group; its messages have one of their own.
-
-    Args:
-        job: of a folder.
-        problems: takes what could not be read.
-    """
+    """A table for each group; its messages have one of their own.  `problems` takes what could not
+    be read."""
     sums: dict[tuple[Group, bool], dict[int, _Sums]] = defaultdict(lambda: defaultdict(_Sums))
     for operation in operations(job, problems):
         for rank, record in operation.records.items():
@@ -79,12 +75,8 @@ def summary_text(job: Job, problems: list[str]) -> str:
         if (group, messages) not in sums:
             continue
         rows = [_COLUMNS, *(s.cells(rank) for rank, s in sorted(sums[group, messages].items()))]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines.append(f"{'messages of ' if messages else ''}{group}, {len(group.ranks)} ranks")
-        for row in rows:
-            cells = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-            lines.append("  " + "  ".join(cells))
-        lines.append("")
+        lines += [*(f"  {row}" for row in aligned(rows)), ""]
     return "\n".join([*lines, _EXPLANATION])
 
 
@@ -109,13 +101,7 @@ def _told(late: Late, operation: Operation) -> str:
 
 
 def late_text(job: Job, problems: list[str], most: int = 10) -> str:
-    """Who was late, in words: the operations in which most was waited, then the sums of all.
-
-    Args:
-        job: of a folder.
-        problems: takes what could not be read.
-        most: so many operations are told.
-    """
+    """Who was late, in words: `most` operations in which most was waited, then the sums of all."""
     judge = judge_of(job)
     found: list[tuple[Late, str]] = []
     for operation in operations(job, problems):
@@ -282,15 +268,7 @@ def _args(operation: Operation, record: Record) -> dict[str, Any]:
 
 
 def write_trace(job: Job, path: Path, problems: list[str]) -> int:
-    """Writes a Chrome trace, with gzip if the name ends in .gz.
-
-    Args:
-        job: of a folder.
-        path: of the file, which is replaced once the new one is whole.
-        problems: takes what could not be read.
-
-    Returns:
-        The number of events.
+    """Writes a Chrome trace, with gzip if the name ends in .gz, and counts its events.
 
     Raises:
         OSError: it cannot be written.

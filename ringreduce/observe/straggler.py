@@ -33,8 +33,9 @@ from ringreduce.observe.late import (
     Seen,
     SlowWire,
     Wait,
+    of_root,
 )
-from ringreduce.observe.record import FROM_ROOT, TO_ROOT, Record, Why
+from ringreduce.observe.record import TO_ROOT, Record, Why
 
 _LOG_EVERY = 60.0  # seconds between two lines about a rank
 _ANSWERS_IN = 0.3  # seconds that the answers of other ranks are awaited
@@ -102,23 +103,10 @@ class _Followed:
         size = 2 if record.is_message else len(self.live)
         error, waits = record.clock_error_ns, []
         root = ranks[record.root] if record.root >= 0 else -1
-        if record.state != "done" or known < 2:
+        if record.state != "done" or known < 2 or (record.kind in TO_ROOT and root != self.rank):
             late = []
-        elif record.is_message:
-            # Only the peer can have kept this rank waiting: not at all, if it had come before.
-            if late[0].rank != root:
-                late = [Arrival(root, 0.0, None)]
-        # Of a broadcast or scatter only the root can delay other ranks, of a reduce it cannot.
-        elif record.kind in FROM_ROOT and late[0].rank != root:
-            late = [Arrival(root, 0.0, None)]
-        elif record.kind in TO_ROOT and root == self.rank:
-            # Only the root waits in a reduce: a delay counts from the root's arrival.
-            late = [a._replace(delay=median + a.delay - record.arrived_ns) for a in late]
-            late = [a for a in late if a.rank != root and a.delay > 0] or [Arrival(-1, 0.0, None)]
-            median = float(record.arrived_ns)
-        elif record.kind in TO_ROOT:
-            late = []
-        if late:
+        else:
+            median, late = of_root(record, root, float(record.arrived_ns), median, late)
             # If this rank was the last one, the others waited for it: without that, all waits that
             # it knows of would be for others.
             mine = late[0].rank == self.rank

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from ringreduce._files import Damaged, contents
-from ringreduce._words import listed, ranks_text, say
+from ringreduce._words import aligned, listed, ranks_text, say
 from ringreduce.observe.late import slow_ones, waited_for
 from ringreduce.observe.metrics import MOST_BYTES, Damages, Status, statuses
 
@@ -43,29 +43,19 @@ _WAITS = 0.05  # a rank that the others wait for is named from this share of the
 
 @dataclass(frozen=True)
 class Row:
-    """What a rank does: a line of the table.
-
-    Attributes:
-        rank, host, pid, step: as in Status.
-        operations, megabytes: a second.
-        inside: the share of the time in operations.
-        waits: the share of the time that it waits for other ranks there.
-        waited_for: the largest share of the time that another rank waits for it.
-        now: what it does, in words.
-        missing: an operation of its group has run for 2 s or more without it.
-    """
+    """What a rank does: a line of the table.  Shares are of the time."""
 
     rank: int
     host: str
     pid: int
     step: int
-    operations: float
-    megabytes: float
-    inside: float
-    waits: float
-    waited_for: float
-    now: str
-    missing: bool = False
+    operations: float  # a second
+    megabytes: float  # a second
+    inside: float  # the share in operations
+    waits: float  # the share in which it waits for other ranks there
+    waited_for: float  # the largest share in which another rank waits for it
+    now: str  # what it does, in words
+    missing: bool = False  # an operation of its group has run for 2 s or more without it
 
     def cells(self) -> tuple[str, ...]:
         return (
@@ -77,25 +67,16 @@ class Row:
 
 @dataclass(frozen=True)
 class LineRow:
-    """What the line from a rank to one of another host does.
-
-    Attributes:
-        sender, receiver: their ranks.
-        sender_host, receiver_host: their hosts.
-        megabytes: a second, of bytes that have arrived.
-        busy: the share of the time in which it had bytes to move.
-        resent: packets that were sent again, a second.
-        rate: megabytes a second in which it had bytes to move; 0: too few to tell.
-    """
+    """What the line from a rank to one of another host does."""
 
     sender: int
     receiver: int
     sender_host: str
     receiver_host: str
-    megabytes: float
-    busy: float
-    resent: float
-    rate: float
+    megabytes: float  # a second, that have arrived
+    busy: float  # the share of the time in which it had bytes to move
+    resent: float  # packets that were sent again, a second
+    rate: float  # megabytes a second in which it had bytes to move; 0: too few to tell
 
     def __str__(self) -> str:
         return (
@@ -123,15 +104,8 @@ _SORTS: dict[str, tuple[str, Callable[[Row], float]]] = {
 
 
 def rows(before: Sequence[Status], now: Sequence[Status]) -> list[Row]:
-    """What happened between two looks.
-
-    Args:
-        before: an earlier look; ranks that it lacks have no rates yet.
-        now: the later one.
-
-    Returns:
-        A row for each rank of the later look.
-    """
+    """What happened between two looks: a row for each rank of the later one.  Ranks that the
+    earlier one lacks have no rates yet."""
     rates = {rank: rate for rank, (rate, _) in _rates(before, now).items()}
     found = []
     for status in now:
@@ -153,14 +127,7 @@ def rows(before: Sequence[Status], now: Sequence[Status]) -> list[Row]:
 
 
 def lines(before: Sequence[Status], now: Sequence[Status]) -> list[LineRow]:
-    """What the lines between hosts did between two looks.
-
-    Args:
-        before, now: as for `rows`.
-
-    Returns:
-        Those that moved bytes, the busiest first.
-    """
+    """The lines between hosts that moved bytes between two looks, the busiest first."""
     hosts = {status.rank: status.host for status in now}
     found = []
     for rank, (rate, span) in _rates(before, now).items():
@@ -236,14 +203,8 @@ def _doing(status: Status, waiting: Sequence[tuple[float, int]]) -> str:
 
 
 def slow_lines(table: Sequence[LineRow]) -> str:
-    """Which lines are slow: one, all from a host, or all to a host.
-
-    Args:
-        table: the lines.
-
-    Returns:
-        A sentence; "" if none is slow (late.py) and busy for a fifth of the time.
-    """
+    """A sentence on which lines are slow (late.py) and busy for a fifth of the time: one, all from
+    a host, or all to a host; "" if none is."""
     usual, slower = slow_ones([line.rate for line in table])
     slow = [table[at] for at in slower if table[at].busy >= _BUSY]
     if not slow:
@@ -259,28 +220,13 @@ def slow_lines(table: Sequence[LineRow]) -> str:
 
 
 def late_ranks(table: Sequence[Row]) -> set[int]:
-    """The ranks that the others wait for, for 5 % of the time at least.
-
-    Args:
-        table: the rows of all ranks.
-
-    Returns:
-        Their ranks.
-    """
+    """The ranks that the others wait for, for 5 % of the time at least."""
     shares = {row.rank: row.waited_for for row in table}
     return {row.rank for row in table if row.missing} | waited_for(shares, _WAITS)
 
 
 def headline(table: Sequence[Row], job: str) -> str:
-    """What the job does, and whom it waits for.
-
-    Args:
-        table: the rows of all ranks.
-        job: its name.
-
-    Returns:
-        A line of text.
-    """
+    """What the job does, and whom it waits for, in a line."""
     hosts = len({row.host for row in table})
     text = f"{job}: {len(table)} rank{'s' * (len(table) != 1)} on {hosts} host{'s' * (hosts != 1)}"
     text += f", step {max((row.step for row in table), default=0)}"
@@ -295,56 +241,28 @@ def headline(table: Sequence[Row], job: str) -> str:
 
 
 class View(NamedTuple):
-    """What there is to see of a job.
-
-    Attributes:
-        headline: in words.
-        rows: of the ranks.
-        lines: between hosts, the busiest first.
-        notes: sentences on what is not shown: damaged files, other jobs.
-    """
+    """What there is to see of a job."""
 
     headline: str
     rows: list[Row]
-    lines: list[LineRow]
-    notes: Sequence[str] = ()
+    lines: list[LineRow]  # between hosts, the busiest first
+    notes: Sequence[str] = ()  # on what is not shown: damaged files, other jobs
 
 
 class Table(NamedTuple):
-    """A table as text.
-
-    Attributes:
-        columns: their names.
-        texts: the columns of words; the others have numbers.
-        rows: of each, whether it is of a late rank, and its cells.
-    """
+    """A table as text."""
 
     columns: Sequence[str]
-    texts: Sequence[int]
-    rows: Sequence[tuple[bool, Sequence[str]]]
+    texts: Sequence[int]  # the columns of words; the others have numbers
+    rows: Sequence[tuple[bool, Sequence[str]]]  # whether it is of a late rank, and its cells
 
     def __str__(self) -> str:
         lines = [self.columns, *(cells for _, cells in self.rows)]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        return "\n".join(
-            "  ".join(
-                cell.ljust(width) if at in self.texts else cell.rjust(width)
-                for at, (cell, width) in enumerate(zip(line, widths, strict=True))
-            ).rstrip()
-            for line in lines
-        )
+        return "\n".join(aligned(lines, self.texts))
 
 
 def tables(view: View, order: Callable[[Row], float] = lambda row: row.rank) -> list[Table]:
-    """The tables of a view.
-
-    Args:
-        view: what to show.
-        order: what sorts the ranks.
-
-    Returns:
-        That of the ranks, and that of the lines between hosts if there are any.
-    """
+    """The table of the ranks, sorted so, and that of the lines between hosts if there are any."""
     late = late_ranks(view.rows)
     ranks = [(row.rank in late, row.cells()) for row in sorted(view.rows, key=order)]
     between = [(False, line.cells()) for line in view.lines[:_MOST_LINES]]
@@ -364,15 +282,9 @@ class Looks:
     def add(
         self, now: Sequence[Status], notes: Sequence[str] = (), *, all_write: bool = True
     ) -> View:
-        """Looks once more.
+        """Takes what the ranks of a job have written last.
 
-        Args:
-            now: what the ranks of a job have written last.
-            notes: of the view.
-            all_write: whether a rank that is not in it has ended; else it is still shown.
-
-        Returns:
-            What there is to see.
+        `all_write`: whether a rank that is not in it has ended; else it is still shown.
         """
         if now and (now[0].job, now[0].meeting) != self._job:
             for kept in (self._before, self._last, self._changed):
@@ -497,23 +409,12 @@ def _name(job: tuple[str, str]) -> str:
 
 
 def as_text(view: View) -> str:
-    """The view for a terminal or a file.
-
-    Args:
-        view: what to show.
-
-    Returns:
-        Lines of text, without the notes.
-    """
+    """The view for a terminal or a file, without the notes."""
     return "\n\n".join([view.headline, *map(str, tables(view))])
 
 
 def app(source: Source, every: float) -> App[None]:
-    """The table in a terminal, until the user quits.
-
-    Args:
-        source: where the metrics are.
-        every: seconds between two looks.
+    """The table in a terminal, renewed every so many seconds until the user quits.
 
     Raises:
         ImportError: textual is not installed.
