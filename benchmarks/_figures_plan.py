@@ -27,7 +27,7 @@ FRAMEWORKS = "an environment with the frameworks"
 
 @dataclass(frozen=True)
 class Measurement:
-    """A command; its results are in benchmarks/results/figures/NAME.json."""
+    """A command; its results are in benchmarks/results/figures/NAME.jsonl."""
 
     name: str
     command: str

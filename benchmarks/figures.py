@@ -12,7 +12,8 @@
 _figures_plan.py has the commands, _figures_tables.py the rows, _figures_pages.py the markers in the
 pages.  Each command is run several times, spread over the whole run, so that a figure's spread
 holds what the machine did meanwhile.  What these visits found goes to
-benchmarks/results/figures/NAME.json (of a draft, to build/figures) with commit, machine and load.
+benchmarks/results/figures/NAME.jsonl (of a draft, to build/figures): a line with the command, the
+commit and the machine, then one for each visit, behind which each report of a suite has its own.
 A command that fails, or needs what is not there, leaves its tables as they are.  The exit status is
 1 if any failed.
 
@@ -166,7 +167,6 @@ def measure(names: Sequence[str], visits: int | None, results: Path) -> tuple[di
     """Runs all visits; the results of what was measured completely, and whether nothing failed."""
     from ringreduce._processes import exit_at
     from ringreduce.bench.machine import describe_machine
-    from ringreduce.bench.results import write_json
 
     exit_at(signal.SIGTERM, signal.SIGHUP)  # so that the command that runs is ended too
     logs = DRAFTS / "logs"
@@ -210,7 +210,7 @@ def measure(names: Sequence[str], visits: int | None, results: Path) -> tuple[di
     results.mkdir(parents=True, exist_ok=True)
     done = {name: found[name] for name in wanted if name not in failed}
     for name, document in done.items():
-        write_json(results / f"{name}.json", document)
+        write_results(results / f"{name}.jsonl", document)
         mean = sum(one["seconds"] for one in document["visits"]) / len(document["visits"])
         print(f"{name}: {mean:.0f} s a visit, planned {MEASUREMENTS[name].seconds}")
     print(f"{time.monotonic() - begun:.0f} s in all, planned {total}", flush=True)
@@ -220,18 +220,52 @@ def measure(names: Sequence[str], visits: int | None, results: Path) -> tuple[di
 # ---- the tables
 
 
+def write_results(path: Path, document: dict[str, Any]) -> None:
+    """Writes what the visits found; what all reports say of the machine once."""
+    suites = [suite_of(one["found"]) for one in document["visits"]]
+    every = [report for suite in suites for report in suite]
+    same = {
+        key: every[0][key]
+        for key in ("machine", "library")
+        if every and all(report.get(key) == every[0][key] for report in every)
+    }
+    lines = [{key: value for key, value in document.items() if key != "visits"}]
+    lines[0] |= {"reports": same} if same else {}
+    for one, suite in zip(document["visits"], suites, strict=True):
+        found = one["found"]
+        if suite:
+            found = {key: value for key, value in found.items() if key != "reports"}
+        lines.append(one | {"found": found})
+        for report in suite:
+            own = {key: value for key, value in report.items() if key not in same}
+            lines.append({"report": own})
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def suite_of(found: Any) -> list[dict[str, Any]]:
+    return found.get("reports", []) if isinstance(found, dict) else []
+
+
 def read_results(folder: Path) -> dict[str, Any]:
     """All results of a folder. Raises OSError, ValueError."""
     found = {}
     for name in MEASUREMENTS:
-        path = folder / f"{name}.json"
-        if path.is_file():
-            try:
-                found[name] = json.loads(path.read_text())
-            except ValueError as error:
-                raise ValueError(f"{path}: {error}") from error
-            if not (isinstance(found[name], dict) and found[name].get("visits")):
-                raise ValueError(f"{path} holds no measurements")
+        path = folder / f"{name}.jsonl"
+        if not path.is_file():
+            continue
+        try:
+            head, *lines = map(json.loads, path.read_text().splitlines())
+            same, visits = head.pop("reports", {}), []
+            for line in lines:
+                if "report" in line:
+                    visits[-1]["found"].setdefault("reports", []).append(line["report"] | same)
+                else:
+                    visits.append(line)
+            found[name] = head | {"visits": visits}
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path}: {error}") from error
+        if not visits:
+            raise ValueError(f"{path} holds no measurements")
     return found
 
 

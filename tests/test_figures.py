@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from pathlib import Path
@@ -186,7 +185,7 @@ def test_two_runs_are_compared(tmp_path, capsys):
     for folder, ratio in (("old", 1.5), ("same", 1.52), ("slower", 2.0)):
         (tmp_path / folder).mkdir()
         for name, document in results(ratio).items():
-            (tmp_path / folder / f"{name}.json").write_text(json.dumps(document))
+            figures.write_results(tmp_path / folder / f"{name}.jsonl", document)
     assert figures.main(["compare", str(tmp_path / "old"), str(tmp_path / "same")]) == 0
     assert capsys.readouterr().out == (
         "0 of 4 ratios left the spread\n0 of 0 times, rates and counts left the spread\n"
@@ -197,16 +196,26 @@ def test_two_runs_are_compared(tmp_path, capsys):
     assert len(said) == 6 and said[4].startswith("4 of 4 ratios")
 
 
+def test_results_of_a_suite_are_read_as_they_were_written(tmp_path):
+    report = {"collective": "barrier", "machine": {"cores": 2}, "library": {}, "rows": []}
+    found = [{"refused": {}, "reports": [report, report | {"rows": [1]}]}, {"refused": {}}, [7]]
+    visits = [{"load": 0.5, "found": one} for one in found]
+    document = {"commit": "abc1234", "visits": visits}
+    figures.write_results(tmp_path / "cost.jsonl", document)
+    assert figures.read_results(tmp_path) == {"cost": document}
+    assert (tmp_path / "cost.jsonl").read_text().count("cores") == 1
+
+
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
-        ("{", "cost.json: "),
-        ("[]", "holds no measurements"),
-        ('{"visits": []}', "cost.json holds no"),
+        ("{", "cost.jsonl: "),
+        ("[]", "cost.jsonl: "),
+        ('{"commit": ""}', "cost.jsonl holds no"),
     ],
 )
 def test_damaged_results_are_named(tmp_path, capsys, text, fault):
-    (tmp_path / "cost.json").write_text(text)
+    (tmp_path / "cost.jsonl").write_text(text)
     assert figures.main(["compare", str(tmp_path), str(tmp_path)]) == 1
     assert fault in capsys.readouterr().err
     assert figures.main(["compare", str(tmp_path / "none"), str(tmp_path / "none")]) == 1
