@@ -32,7 +32,7 @@ class _Default(str):
 
 def _create(dist_backend_opts: Any, backend_options: Any) -> Any:
     """torch calls this once for each group with backend="ringreduce", on every rank of it."""
-    from ringreduce import _backend
+    from ringreduce.core import backend as _backend
 
     if _chooses and not isinstance(backend_options, _backend.extension().Options):
         backend_options = None  # of the backend that is replaced, or of one beside it
@@ -121,7 +121,7 @@ def replaces(group: Any = None) -> str | None:
     shown = c10d._world.pg_map.get(group)
     if shown is None:
         return None
-    from ringreduce import _backend
+    from ringreduce.core import backend as _backend
 
     of_gloo = [device for device, name in _pairs(str(shown[0])) if name == GLOO]
     own = any(_backend.backend_of(group, *([d] if d else [])) is not None for d in of_gloo)
@@ -325,7 +325,7 @@ def _device() -> str:
 
 def _require_cuda() -> None:
     """Raises RuntimeError if this ringreduce was built without CUDA."""
-    from ringreduce import _backend
+    from ringreduce.core import backend as _backend
 
     if not _backend.extension().cuda_build():
         raise RuntimeError(

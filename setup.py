@@ -211,7 +211,7 @@ class CMakeBuild(build_ext):
 
     def copy_extensions_to_source(self) -> None:
         """An editable install imports from the build folder of its Python and torch, so that
-        several share a tree (ringreduce/_load.py).  A copy in the tree would be found first."""
+        several share a tree (ringreduce/core/load.py).  A copy in the tree would be found first."""
         for old in [*ROOT.glob("ringreduce/_C*.so"), *ROOT.glob("ringreduce/_build_info.py")]:
             old.unlink()
 

@@ -18,11 +18,11 @@ from _ddp_models import WORKLOADS, loss_of
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from ringreduce.bench import oracle
-from ringreduce.bench.channel import Message
-from ringreduce.bench.clocks import clock_for
-from ringreduce.bench.engines import TorchEngine
-from ringreduce.bench.servant import Servant, run
+from ringreduce.tools.bench import oracle
+from ringreduce.tools.bench.channel import Message
+from ringreduce.tools.bench.clocks import clock_for
+from ringreduce.tools.bench.engines import TorchEngine
+from ringreduce.tools.bench.servant import Servant, run
 
 # A trial of "auto" is shorter.
 MOST_STEPS = 20

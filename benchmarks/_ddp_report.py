@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ringreduce.bench.results import percentile, write_json
+from ringreduce.tools.bench.results import percentile, write_json
 
 SCHEMA = 1
 BARE, STOCK = "bare", "stock"

@@ -17,10 +17,10 @@ import frameworks
 import membership
 import survive
 
-from ringreduce.bench.results import Report, Row
-from ringreduce.bench.settings import OURS, ROOFLINE, format_size
-from ringreduce.bench.summary import UNITS
-from ringreduce.bench.table import ROOFLINE_FROM
+from ringreduce.tools.bench.results import Report, Row
+from ringreduce.tools.bench.settings import OURS, ROOFLINE, format_size
+from ringreduce.tools.bench.summary import UNITS
+from ringreduce.tools.bench.table import ROOFLINE_FROM
 
 Visits = list[Any]  # the JSON of each
 Found = dict[str, Visits]

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ringreduce.bench.machine import describe_machine
-from ringreduce.bench.results import write_json
+from ringreduce.tools.bench.machine import describe_machine
+from ringreduce.tools.bench.results import write_json
 
 Runs = dict[str, list[dict[str, float]]]  # by way
 

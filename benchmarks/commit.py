@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import ringreduce
 from ringreduce import elastic
-from ringreduce.bench.results import write_json
+from ringreduce.tools.bench.results import write_json
 
 ROUNDS, CALLS = 9, 2000
 STATE_MB = 100

@@ -165,8 +165,8 @@ def schedule(names: Sequence[str], visits: int | None) -> list[str]:
 
 def measure(names: Sequence[str], visits: int | None, results: Path) -> tuple[dict[str, Any], bool]:
     """Runs all visits; the results of what was measured completely, and whether nothing failed."""
-    from ringreduce._processes import exit_at
-    from ringreduce.bench.machine import describe_machine
+    from ringreduce.core.processes import exit_at
+    from ringreduce.tools.bench.machine import describe_machine
 
     exit_at(signal.SIGTERM, signal.SIGHUP)  # so that the command that runs is ended too
     logs = DRAFTS / "logs"
@@ -334,7 +334,7 @@ def wrap(text: str) -> list[str]:
 
 def block_of(name: str, results: dict[str, Any]) -> list[str]:
     """What stands between the markers of a table: its commands, and the table."""
-    from ringreduce.bench.summary import markdown_table
+    from ringreduce.tools.bench.summary import markdown_table
 
     measured = TABLES[name].measured
     lines = ["", *(f"    {results[m]['command']}" for m in measured), ""]
@@ -353,8 +353,8 @@ def complete(results: dict[str, Any]) -> list[str]:
 
 def draw(visits: Sequence[dict[str, Any]], path: Path) -> None:
     """The picture of an all-reduce, of the rounds of all visits."""
-    from ringreduce.bench.plot import write_plot
-    from ringreduce.bench.results import Report
+    from ringreduce.tools.bench.plot import write_plot
+    from ringreduce.tools.bench.results import Report
 
     first, *others = (Report.from_json(one["found"]) for one in visits)
     for other in others:

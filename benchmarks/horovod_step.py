@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ringreduce
 import ringreduce.horovod as hvd
-from ringreduce.bench.results import write_json
+from ringreduce.tools.bench.results import write_json
 
 WAYS = ("DDP", "hvd", "no sync")
 SIZES = {

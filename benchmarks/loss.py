@@ -43,7 +43,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ringreduce
 from ringreduce import elastic
-from ringreduce.bench.results import write_json
+from ringreduce.tools.bench.results import write_json
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 from train_gpt import BATCH, CONTEXT, GPT, held_out_loss, load_text, rate_factor, text_loss

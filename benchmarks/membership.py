@@ -140,7 +140,7 @@ class Node:
         self.log.close()
 
     def end(self) -> None:
-        from ringreduce._processes import end
+        from ringreduce.core.processes import end
 
         end([self.agent], grace=15.0)  # it ends its ranks
         self.log.close()

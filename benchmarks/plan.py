@@ -35,13 +35,13 @@ sys.path[:0] = [str(Path(__file__).parent / "net"), str(Path(__file__).parents[1
 from compare import allowed  # noqa: E402
 from hosts import Hosts  # noqa: E402
 
-from ringreduce.bench.machine import describe_machine  # noqa: E402
-from ringreduce.bench.settings import format_size  # noqa: E402
-from ringreduce.bench.summary import format_time  # noqa: E402
-from ringreduce.plan import constants, measure, step  # noqa: E402
-from ringreduce.plan.constants import Point  # noqa: E402
-from ringreduce.plan.lines import Line  # noqa: E402
-from ringreduce.plan.model import KINDS, Job, Model  # noqa: E402
+from ringreduce.tools.bench.machine import describe_machine  # noqa: E402
+from ringreduce.tools.bench.settings import format_size  # noqa: E402
+from ringreduce.tools.bench.summary import format_time  # noqa: E402
+from ringreduce.tools.plan import constants, measure, step  # noqa: E402
+from ringreduce.tools.plan.constants import Point  # noqa: E402
+from ringreduce.tools.plan.lines import Line  # noqa: E402
+from ringreduce.tools.plan.model import KINDS, Job, Model  # noqa: E402
 
 KIB, MIB = 1 << 10, 1 << 20
 CORES = len(os.sched_getaffinity(0))
@@ -104,7 +104,7 @@ class Net:
 def measured(net: Net, hosts: int, calls: Sequence[measure.Call], options: Any) -> list[Point]:
     """Times of the calls among emulated hosts."""
     spec = {"calls": [vars(c) for c in calls], "rounds": options.rounds, "span": options.span}
-    command = [sys.executable, "-m", "ringreduce.plan.measure", json.dumps(spec)]
+    command = [sys.executable, "-m", "ringreduce.tools.plan.measure", json.dumps(spec)]
     with net.hosts(hosts) as network:
         outcomes = network.start(command, environment=net.environment).wait(PATIENCE)
     for outcome in outcomes:

@@ -27,7 +27,7 @@ import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
 
 import ringreduce
-from ringreduce.bench.results import write_json
+from ringreduce.tools.bench.results import write_json
 
 
 def main() -> None:

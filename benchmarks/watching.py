@@ -27,8 +27,8 @@ from _ddp_models import WORKLOADS, loss_of
 from torch.nn.parallel import DistributedDataParallel
 
 import ringreduce
-from ringreduce.bench.results import write_json
 from ringreduce.observe import metrics
+from ringreduce.tools.bench.results import write_json
 
 
 class NoWriter:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore
 
-from ringreduce._processes import (
+from ringreduce.core.processes import (
     end,
     exit_at,
     how_ended,

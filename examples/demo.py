@@ -29,7 +29,7 @@ import _demo_report
 from _launch import Job, machine, run_demo
 from tqdm import tqdm
 
-from ringreduce.bench.results import write_json
+from ringreduce.tools.bench.results import write_json
 
 HERE = Path(__file__).resolve().parent
 RANKS = 2

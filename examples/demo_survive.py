@@ -25,7 +25,7 @@ import _demo_report
 from _launch import Job, JobFailed, machine, run_demo
 from tqdm import tqdm
 
-from ringreduce.bench.results import write_json
+from ringreduce.tools.bench.results import write_json
 
 HERE = Path(__file__).resolve().parent
 SECONDS = 600  # deadline

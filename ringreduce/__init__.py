@@ -20,9 +20,9 @@ import torch.distributed as dist
 import _ringreduce_autoload
 from _ringreduce_autoload import replaces, set_default
 from ringreduce import hooks, topology
-from ringreduce._backend import Options, backend_of, extension, ringreduce_group
 from ringreduce.average import average_gradients
 from ringreduce.compression import CompressionState
+from ringreduce.core.backend import Options, backend_of, extension, ringreduce_group
 from ringreduce.errors import Aborted, Error, Mismatch, PeerLost, Timeout
 from ringreduce.hooks import register_comm_hook
 from ringreduce.launch import Launch, init

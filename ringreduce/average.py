@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 import torch
 import torch.distributed as dist
 
-from ringreduce._backend import devices_text, extension, noting_errors, ringreduce_group
+from ringreduce.core.backend import devices_text, extension, noting_errors, ringreduce_group
 from ringreduce.errors import Mismatch
 
 # Gradients of this size are averaged where they are.  Smaller ones are copied into buckets, which

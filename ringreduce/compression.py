@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ringreduce._backend import (
+from ringreduce.core.backend import (
     backend_of,
     devices_text,
     extension,

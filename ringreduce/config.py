@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from ringreduce._backend import extension
+from ringreduce.core.backend import extension
 
 
 def variables() -> list[dict[str, str]]:

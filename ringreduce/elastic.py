@@ -38,15 +38,15 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ringreduce import _clock
-from ringreduce._backend import (
+from ringreduce.compression import CompressionState
+from ringreduce.core import clock
+from ringreduce.core.backend import (
     backend_of,
     before_members_change,
     extension,
     note_member,
     tell_supervisor,
 )
-from ringreduce.compression import CompressionState
 from ringreduce.errors import Aborted, Error, PeerLost, Timeout
 from ringreduce.hooks import attach, hooked_models
 
@@ -410,7 +410,7 @@ class State:
     def _join(self) -> None:
         """Takes the place of a lost rank."""
         timeout = extension().timeout_seconds(self._backend)
-        deadline = _clock.now() + timeout
+        deadline = clock.now() + timeout
         self._store.set(f"{_KINDS}{self._rank}", json.dumps(self._kinds()))
         failed = ""
         while True:
@@ -448,7 +448,7 @@ class State:
                 raise Aborted(
                     f"rank {self._rank} gave up its join: its group was aborted or destroyed"
                 )
-            if _clock.now() > deadline:
+            if clock.now() > deadline:
                 raise Timeout(
                     f"rank {self._rank} asked the running group for {timeout:g} s to be let in; "
                     "no rank called commit(), another process has this rank, or the store is that "
@@ -540,9 +540,9 @@ class State:
 
     def _newcomers(self) -> dict[int, int]:
         """The tokens of processes that ask to take the place of a lost rank, if this rank looks."""
-        if len(self._ranks) == self._world_size or _clock.now() < self._next_look:
+        if len(self._ranks) == self._world_size or clock.now() < self._next_look:
             return {}
-        self._next_look = _clock.now() + _LOOK_SECONDS
+        self._next_look = clock.now() + _LOOK_SECONDS
         if extension().live_ranks(self._backend)[0] != self._rank:
             return {}
         found = {}

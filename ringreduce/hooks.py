@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ringreduce._backend import (
+from ringreduce.compression import CompressionState, Exact
+from ringreduce.core.backend import (
     backend_of,
     devices_text,
     extension,
@@ -22,7 +23,6 @@ from ringreduce._backend import (
     noting_errors,
     ringreduce_group,
 )
-from ringreduce.compression import CompressionState, Exact
 
 __all__ = ["CompressionState", "allreduce_hook", "compressed", "register_comm_hook"]
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.constants import default_pg_timeout
 
-from ringreduce._launchers import Identity, identify, whole
+from ringreduce.core.launchers import Identity, identify, whole
 
 __all__ = ["Launch", "init"]
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ringreduce._backend import extension
+from ringreduce.core.backend import extension
 
 
 def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:

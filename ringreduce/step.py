@@ -9,7 +9,7 @@ on the GPU by which fused optimizers skip the step; the host waits for nothing.
 import torch
 import torch.distributed as dist
 
-from ringreduce._backend import backend_of, existing_group, extension, noting_errors
+from ringreduce.core.backend import backend_of, existing_group, extension, noting_errors
 
 __all__ = ["commit", "found_inf"]
 

@@ -34,9 +34,9 @@ from functools import partial
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from ringreduce import _clock
-from ringreduce._backend import SUPERVISOR
-from ringreduce._processes import end, exit_at, how_ended, torchrun_variables, uninterrupted
+from ringreduce.core import clock
+from ringreduce.core.backend import SUPERVISOR
+from ringreduce.core.processes import end, exit_at, how_ended, torchrun_variables, uninterrupted
 
 _POLL_SECONDS = 0.02
 _GRACE_SECONDS = 5.0  # between SIGTERM and SIGKILL
@@ -122,7 +122,7 @@ class _Nodes:
                     key = f"{_NODES}{node}"
                     told = self.store.get(key) if self.store.check([key]) else None
                     if told is not None and told != last.get(node):
-                        last[node], self._heard[node] = told, _clock.now()
+                        last[node], self._heard[node] = told, clock.now()
                         self.others[node] = tuple(json.loads(told)[1:])
             except RuntimeError as error:
                 self.store_is_lost = True
@@ -134,7 +134,7 @@ class _Nodes:
 
     def _running(self) -> list[tuple[int, int, bool]]:
         """What other supervisors told last, without those that have ended or are silent."""
-        now = _clock.now()
+        now = clock.now()
         return [
             told
             for node, told in list(self.others.items())
@@ -282,7 +282,7 @@ class Ranks:
 def _supervise(ranks: Ranks, nodes: _Nodes, restarts: int) -> int:
     """The exit status: 0 if a rank ended well and none failed without another start."""
     finished, failed = 0, 0
-    could_join = _clock.now()
+    could_join = clock.now()
     for codes in ranks.run():
         for rank, code in codes.items():
             if code == 0:
@@ -303,8 +303,8 @@ def _supervise(ranks: Ranks, nodes: _Nodes, restarts: int) -> int:
             failed += 1
         nodes.own = (len(ranks.running.keys() - ranks.waiting), finished, False)
         if not ranks.was_made or nodes.own[0] > 0 or nodes.have_members():
-            could_join = _clock.now()
-        elif nodes.count == 1 or _clock.now() - could_join > _SETTLE_SECONDS:
+            could_join = clock.now()
+        elif nodes.count == 1 or clock.now() - could_join > _SETTLE_SECONDS:
             ranks.end_waiting()
     return 0 if finished and not failed else 1
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from ringreduce._backend import backend_of, extension, ringreduce_group
+from ringreduce.core.backend import backend_of, extension, ringreduce_group
 
 MOST_COLUMNS = 16  # hosts in a row of the table, which is left out for more
 

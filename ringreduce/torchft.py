@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from ringreduce import _gpu, errors
-from ringreduce._backend import Backend, Options, count_ranks_on_gpu, extension
+from ringreduce import errors
+from ringreduce.core import gpu
+from ringreduce.core.backend import Backend, Options, count_ranks_on_gpu, extension
 
 try:
     from torchft.process_group import ProcessGroupWrapper
@@ -179,8 +180,8 @@ class ProcessGroupRingReduce(ProcessGroupWrapper):
                 name=self._name(),
                 global_ranks=[],
                 options=self._options,
-                gpu_facts=_gpu.facts() if extension().cuda_build() else "",
-                make_inner=functools.partial(_gpu.make_inner, self._timeout),
+                gpu_facts=gpu.facts() if extension().cuda_build() else "",
+                make_inner=functools.partial(gpu.make_inner, self._timeout),
                 count_ranks=count_ranks_on_gpu,
                 cancel=cancel,
             )

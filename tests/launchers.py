@@ -11,8 +11,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from ringreduce._processes import end, is_open_mpi
-from ringreduce.bench.processes import LAUNCHER_VARIABLES, find_mpirun, mpirun_command
+from ringreduce.core.processes import end, is_open_mpi
+from ringreduce.tools.bench.processes import LAUNCHER_VARIABLES, find_mpirun, mpirun_command
 
 PREFIXES = ("TORCHELASTIC_", "OMPI_", "PMI_", "PMIX_", "MPI_LOCAL", "SLURM_")
 

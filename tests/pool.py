@@ -31,7 +31,7 @@ from typing import Any
 import torch.distributed as dist
 from ranks import Died, Done, Hung, Outcome, Raised, Rank, World, describe, serve
 
-from ringreduce._processes import end, torchrun_variables
+from ringreduce.core.processes import end, torchrun_variables
 
 __all__ = [
     "Call",

@@ -44,7 +44,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ringreduce
 from ringreduce import elastic
-from ringreduce._backend import backend_of
+from ringreduce.core.backend import backend_of
 
 DEADLINE = 120.0  # seconds of a run
 TIMEOUT = 6.0  # of an operation, so that stopped ranks are killed soon

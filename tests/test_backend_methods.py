@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import Backend
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import ringreduce
-from ringreduce._backend import extension
+from ringreduce.core.backend import extension
 
 CPU = torch.device("cpu")
 

@@ -8,24 +8,24 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ringreduce.bench import oracle
-from ringreduce.bench.alternate import measure_row
-from ringreduce.bench.cli import main
-from ringreduce.bench.collective import Case
-from ringreduce.bench.collectives import COLLECTIVES
-from ringreduce.bench.contenders import contenders_of
-from ringreduce.bench.placing import Placing
-from ringreduce.bench.rank import Rank
-from ringreduce.bench.reducing import AllReduce
-from ringreduce.bench.results import Measurement, Report, Row, Suite
-from ringreduce.bench.settings import (
+from ringreduce.tools.bench import oracle
+from ringreduce.tools.bench.alternate import measure_row
+from ringreduce.tools.bench.cli import main
+from ringreduce.tools.bench.collective import Case
+from ringreduce.tools.bench.collectives import COLLECTIVES
+from ringreduce.tools.bench.contenders import contenders_of
+from ringreduce.tools.bench.placing import Placing
+from ringreduce.tools.bench.rank import Rank
+from ringreduce.tools.bench.reducing import AllReduce
+from ringreduce.tools.bench.results import Measurement, Report, Row, Suite
+from ringreduce.tools.bench.settings import (
     CODECS,
     DTYPES,
     OPS,
     OURS,
     Settings,
 )
-from ringreduce.bench.summary import summary
+from ringreduce.tools.bench.summary import summary
 
 # --- What it is asked for -------------------------------------------------------------------------
 

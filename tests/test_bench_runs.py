@@ -14,9 +14,9 @@ import pytest
 from hosts import why_not
 from processes import wait_until
 
-from ringreduce.bench.collectives import COLLECTIVES
-from ringreduce.bench.results import Report, Suite
-from ringreduce.bench.summary import summary
+from ringreduce.tools.bench.collectives import COLLECTIVES
+from ringreduce.tools.bench.results import Report, Suite
+from ringreduce.tools.bench.summary import summary
 
 pytestmark = pytest.mark.slow
 

@@ -166,9 +166,10 @@ def test_the_build_keeps_the_reason_why_it_is_not_built(tmp_path: Path) -> None:
 
 
 def test_the_extension_says_what_it_was_built_with() -> None:
-    from ringreduce import _build_info, _load
+    from ringreduce import _build_info
+    from ringreduce.core import load
 
-    assert _load.load().cuda_build() == _build_info.CUDA
+    assert load.load().cuda_build() == _build_info.CUDA
 
 
 def test_a_source_distribution_has_all_that_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,15 +28,15 @@ from hosts import Hosts, why_not
 from processes import free_port
 from torch.distributed import TCPStore
 
-from ringreduce._launchers import Identity
-from ringreduce.doctor import __main__ as command
-from ringreduce.doctor import facts as reading
-from ringreduce.doctor import trial
-from ringreduce.doctor.__main__ import judge, main
-from ringreduce.doctor.exchange import Came, Gathered
-from ringreduce.doctor.facts import Facts
-from ringreduce.doctor.probe import Line
-from ringreduce.doctor.report import status_of, to_json, to_text
+from ringreduce.core.launchers import Identity
+from ringreduce.tools.doctor import cli as command
+from ringreduce.tools.doctor import facts as reading
+from ringreduce.tools.doctor import trial
+from ringreduce.tools.doctor.cli import judge, main
+from ringreduce.tools.doctor.exchange import Came, Gathered
+from ringreduce.tools.doctor.facts import Facts
+from ringreduce.tools.doctor.probe import Line
+from ringreduce.tools.doctor.report import status_of, to_json, to_text
 
 DOCTOR = [sys.executable, "-m", "ringreduce.doctor"]
 MIB = 1 << 20

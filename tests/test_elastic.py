@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ringreduce
 from ringreduce import elastic
-from ringreduce._backend import backend_of, extension
+from ringreduce.core.backend import backend_of, extension
 from ringreduce.supervise import Ranks
 
 pytestmark = pytest.mark.skipif(
@@ -307,7 +307,7 @@ for folder in pathlib.Path(os.environ["TMPDIR"]).glob("*/"):
 
 TELLS = """
 import os, subprocess, sys
-from ringreduce import _backend
+from ringreduce.core import backend as _backend
 
 def without_proc(function):
     def call(path, *arguments, **others):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ringreduce import _gpu
+from ringreduce.core import gpu
 
 ALL_SEEN: dict[str, Any] = {
     "host": "a",
@@ -51,13 +51,13 @@ def told(*changes: dict[str, Any]) -> list[dict[str, Any]]:
     ],
 )
 def test_nccl_where_it_can_start(ranks: list[dict[str, Any]], why: str) -> None:
-    answer = _gpu.why_not_nccl(ranks)
+    answer = gpu.why_not_nccl(ranks)
     assert (why in answer) if why else answer == ""
 
 
 def test_a_word_that_is_none_is_refused() -> None:
     with pytest.raises(ValueError, match="RINGREDUCE_CUDA_OTHER=gloo is none of auto, nccl"):
-        _gpu.why_not_nccl(told({"other": "gloo"}, {}))
+        gpu.why_not_nccl(told({"other": "gloo"}, {}))
 
 
 def test_the_answer_comes_from_what_all_have_left_in_the_store(
@@ -67,7 +67,7 @@ def test_the_answer_comes_from_what_all_have_left_in_the_store(
     for rank, facts in enumerate(told(ONE, ONE)):
         store.set(f"ringreduce/gpus/{rank}", json.dumps(facts))
     with caplog.at_level(logging.WARNING, "ringreduce"):
-        assert _gpu.make_inner(datetime.timedelta(seconds=1), store, 0, 2) is None
+        assert gpu.make_inner(datetime.timedelta(seconds=1), store, 0, 2) is None
     assert "go through host memory, which is slow: 2 ranks of one host share 1" in caplog.text
 
 
@@ -87,9 +87,9 @@ def test_the_answer_comes_from_what_all_have_left_in_the_store(
 def test_ranks_that_share_a_gpu_are_counted(ranks: list[dict[str, Any]], counts: list[int]) -> None:
     store, size = dist.HashStore(), len(ranks)
     for rank, facts in enumerate(ranks):
-        assert _gpu.ranks_on_gpu(store, rank, size) == 1  # not all have told
+        assert gpu.ranks_on_gpu(store, rank, size) == 1  # not all have told
         store.set(f"ringreduce/gpus/{rank}", json.dumps(facts))
-    assert [_gpu.ranks_on_gpu(store, rank, size) for rank in range(size)] == counts
+    assert [gpu.ranks_on_gpu(store, rank, size) for rank in range(size)] == counts
 
 
 class FakeNvml:
@@ -176,6 +176,6 @@ def test_a_gpu_has_the_same_name_whatever_number_a_rank_sees(
             monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         else:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        seen.append({"gpus": _gpu._visible_gpus(1)})
-    answer = _gpu.why_not_nccl(told(*seen))
+        seen.append({"gpus": gpu._visible_gpus(1)})
+    answer = gpu.why_not_nccl(told(*seen))
     assert (why in answer) if why else answer == ""

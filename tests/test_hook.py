@@ -175,7 +175,7 @@ def test_ranks_may_be_in_different_numbers_of_groups(pool: Pool) -> None:
 def test_a_group_beside_is_made_again_after_its_error(me: Rank) -> None:
     """Three steps, each with DDPs of its own, after rank 0 aborted the group beside."""
     import ringreduce
-    from ringreduce._backend import backend_of, ringreduce_group
+    from ringreduce.core.backend import backend_of, ringreduce_group
 
     def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP insists on its own annotations
         future = ringreduce.hooks.allreduce_hook(state, bucket)

@@ -13,7 +13,8 @@ import pytest
 import setuptools
 import torch
 
-from ringreduce import _build_info, _load
+from ringreduce import _build_info
+from ringreduce.core import load
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -109,13 +110,13 @@ def test_a_source_tree_takes_the_extension_that_is_installed(
 
     # One that does not fit is not taken, and the error says what hides what.
     monkeypatch.setattr(sys, "path", [str(installed)])
-    assert _load._installed(tree) == (installed / "ringreduce", "")
+    assert load._installed(tree) == (installed / "ringreduce", "")
     with (tree / "ringreduce" / "_C.pyi").open("a") as interface:
         interface.write("def later() -> None: ...\n")
-    folder, why = _load._installed(tree)
+    folder, why = load._installed(tree)
     assert folder is None and "its extension has other functions" in why
     (tree / "pyproject.toml").write_text('version = "7.2"\n')
-    folder, why = _load._installed(tree)
+    folder, why = load._installed(tree)
     assert folder is None and f"{tree} hide the ringreduce that is installed in {installed}" in why
     assert "it is version 7.1 and these sources are 7.2" in why
     done = run("-m", "ringreduce.bench")

@@ -21,7 +21,7 @@ from pool import Pool, Raised, Rank
 from processes import free_port
 
 import ringreduce
-from ringreduce._launchers import first_host, identify, job_of, tasks_here
+from ringreduce.core.launchers import first_host, identify, job_of, tasks_here
 
 # The variables that ringreduce.init leaves set.
 SET = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -177,11 +177,41 @@ def test_observers_import_only_those_before_them() -> None:
     for at, name in enumerate(order):
         before = {wing + earlier for earlier in order[:at]}
         assert {n for n in known[wing + name] if n.startswith(wing)} <= before, name
-    fronts = {"ringreduce.timeline", "ringreduce.top", "ringreduce.recorder",
-              "ringreduce.debug_server"}  # fmt: skip
-    users = {name for name, used in known.items() if any(n.startswith(wing) for n in used)}
-    outside = {name for name in users if not name.startswith(wing[:-1])} - {"ringreduce"}
-    assert outside == fronts | {"ringreduce.plan.step"}
+
+
+# The rooms of the package, and those that each may use beside itself.  "users" are the modules at
+# the root that programs import, "fronts" those there that stand for one of another room.
+ROOMS = {
+    "core": {"errors"},
+    "errors": set(),
+    "users": {"core", "errors"},
+    "observe": {"core", "errors"},
+    "compat": {"core", "errors", "users"},
+    "tools": {"core", "errors", "users", "observe"},
+    "fronts": {"observe", "tools"},
+    "package": {"core", "errors", "users", "observe", "fronts"},
+}
+COMPAT = {"horovod", "integrations", "torchft"}
+FRONTS = {"bench", "debug_server", "doctor", "plan", "recorder", "timeline", "top"}
+
+
+def room_of(module: str) -> str:
+    first = (*module.split("."), "")[1]
+    if first in COMPAT or not first or first in FRONTS:
+        return "compat" if first in COMPAT else "fronts" if first else "package"
+    return first if first in ROOMS else "users"
+
+
+def test_rooms_import_only_those_that_they_may_use() -> None:
+    texts = modules()
+    known = set(texts) - {"ringreduce", "ringreduce._build_info"}
+    used = {(name, other) for name, text in texts.items() for other in imported(text, known)}
+    wrong = [(name, other) for name, other in used
+             if room_of(other) not in ROOMS[room_of(name)] | {room_of(name)}]  # fmt: skip
+    assert wrong == []
+    # `import ringreduce` loads no program but that of the timeline.
+    fronts = {other for name, other in used if name == "ringreduce" and room_of(other) == "fronts"}
+    assert fronts == {"ringreduce.timeline"}
 
 
 def made_by_default(text: str) -> list[str]:

@@ -23,7 +23,7 @@ import pytest
 from launchers import untouched
 from processes import free_port, wait_until
 
-from ringreduce._processes import end
+from ringreduce.core.processes import end
 
 yaml = pytest.importorskip("yaml")
 

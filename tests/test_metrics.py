@@ -28,7 +28,7 @@ from pool import Pool, Rank, on_ranks, run_ranks
 from processes import wait_until
 
 import ringreduce
-from ringreduce._backend import extension, job_name
+from ringreduce.core.backend import extension, job_name
 from ringreduce.observe import metrics, top
 from ringreduce.observe.metrics import Status, statuses
 

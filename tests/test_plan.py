@@ -20,13 +20,13 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from ringreduce._backend import extension
-from ringreduce._processes import end, torchrun_variables
-from ringreduce.plan import constants, curve, lines, measure, model, step
-from ringreduce.plan.__main__ import main
-from ringreduce.plan.constants import Point
-from ringreduce.plan.lines import Line
-from ringreduce.plan.model import Job, Model, Sockets
+from ringreduce.core.backend import extension
+from ringreduce.core.processes import end, torchrun_variables
+from ringreduce.tools.plan import constants, curve, lines, measure, model, step
+from ringreduce.tools.plan.cli import main
+from ringreduce.tools.plan.constants import Point
+from ringreduce.tools.plan.lines import Line
+from ringreduce.tools.plan.model import Job, Model, Sockets
 
 KIB, MIB = 1 << 10, 1 << 20
 LAN, WAN = Line(rate=1e9 / 8), Line(rate=50e6 / 8, round_trip=0.02)

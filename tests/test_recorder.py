@@ -28,7 +28,7 @@ from conftest import MakeWorld
 from pool import Pool, Rank, run_ranks
 
 import ringreduce
-from ringreduce._words import ranks_text
+from ringreduce.core.words import ranks_text
 from ringreduce.observe import dump as observer
 from ringreduce.observe import recorder
 from ringreduce.observe.record import Record

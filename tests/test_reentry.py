@@ -17,7 +17,7 @@ from pool import Died, Done, Pool, Raised, Rank
 from processes import asleep, wait_until
 from test_failures import signal_a_wait
 
-from ringreduce import _clock
+from ringreduce.core import clock as core_clock
 
 
 def wait_with_a_handler(me: Rank, does: str) -> str:
@@ -180,8 +180,8 @@ def test_a_signal_handler_reads_the_clock(monkeypatch: pytest.MonkeyPatch) -> No
     """As one that calls hvd does, and waits for 20 s, while the clock is read."""
     now, read = 100.0, []
     time = SimpleNamespace(monotonic=lambda: now)
-    monkeypatch.setattr(_clock, "time", time)
-    clock = _clock.ProcessClock()
+    monkeypatch.setattr(core_clock, "time", time)
+    clock = core_clock.ProcessClock()
 
     def interrupted() -> float:
         nonlocal now

@@ -487,7 +487,7 @@ CLOCKS = """
 import json, sys, time
 import torch, torch.distributed as dist
 import ringreduce
-from ringreduce._backend import backend_of, extension
+from ringreduce.core.backend import backend_of, extension
 dist.init_process_group("ringreduce")
 rank = dist.get_rank()
 x = torch.ones(10)

@@ -20,7 +20,7 @@ from test_children import without_pidfds
 from torch.nn.parallel import DistributedDataParallel
 
 import ringreduce
-from ringreduce._backend import backend_of, extension
+from ringreduce.core.backend import backend_of, extension
 
 WIRES = ["tcp"] if os.environ.get("RINGREDUCE_WIRE") == "tcp" else ["memory", "tcp"]
 every_wire = pytest.mark.parametrize("wire", WIRES)

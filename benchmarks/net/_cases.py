@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from ringreduce.bench.settings import OURS, Contender
+from ringreduce.tools.bench.settings import OURS, Contender
 
 KIB, MIB = 1 << 10, 1 << 20
 GLOO = "gloo"

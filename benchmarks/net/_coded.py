@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from ringreduce.bench.launch import Controller
-from ringreduce.bench.results import Row
-from ringreduce.bench.settings import OURS
+from ringreduce.tools.bench.launch import Controller
+from ringreduce.tools.bench.results import Row
+from ringreduce.tools.bench.settings import OURS
 
 if TYPE_CHECKING:
     from hosts import Hosts

@@ -12,7 +12,7 @@ As in ringreduce.bench each contender has rank processes of its own, they take t
 is not timed sleeps; results are checked before and after.  busbw is 2(P-1)/P x bytes / time, in
 Mbit/s: what a ring carries over each line.  A hierarchical all-reduce carries less, so its busbw
 may be more than the line's rate.  With --out DIR each path is written to DIR/net_PATH.json: the
-schema of ringreduce.bench.results with `path`, `line`, `congestion`, `busbw_mbit`, for
+schema of ringreduce.tools.bench.results with `path`, `line`, `congestion`, `busbw_mbit`, for
 codecs `link_bytes` (of one call, over all links) and the emulator's `statistics`.  The exit status
 is 1 if ours was wrong or could not take part.
 """
@@ -40,12 +40,12 @@ from _cases import CASES, GLOO, Case  # noqa: E402
 from _coded import coded_lines, count_bytes  # noqa: E402
 from hosts import Hosts, HostsError, why_not  # noqa: E402
 
-from ringreduce._processes import exit_at  # noqa: E402
-from ringreduce.bench.alternate import measure_row, sleepers_warning  # noqa: E402
-from ringreduce.bench.launch import Controller, ThisMachine  # noqa: E402
-from ringreduce.bench.machine import describe_machine  # noqa: E402
-from ringreduce.bench.results import Report, Row, write_json  # noqa: E402
-from ringreduce.bench.settings import (  # noqa: E402
+from ringreduce.core.processes import exit_at  # noqa: E402
+from ringreduce.tools.bench.alternate import measure_row, sleepers_warning  # noqa: E402
+from ringreduce.tools.bench.launch import Controller, ThisMachine  # noqa: E402
+from ringreduce.tools.bench.machine import describe_machine  # noqa: E402
+from ringreduce.tools.bench.results import Report, Row, write_json  # noqa: E402
+from ringreduce.tools.bench.settings import (  # noqa: E402
     OURS,
     BenchError,
     Settings,
@@ -53,7 +53,7 @@ from ringreduce.bench.settings import (  # noqa: E402
     format_size,
     parse_sizes,
 )
-from ringreduce.bench.summary import format_time  # noqa: E402
+from ringreduce.tools.bench.summary import format_time  # noqa: E402
 
 COLUMNS = (
     ("size", 8), ("contender", 18), ("time", 9), ("p10-p90", 20), ("busbw", 9), ("x gloo", 7),

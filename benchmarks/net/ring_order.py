@@ -29,7 +29,7 @@ sys.path[:0] = [str(Path(__file__).parents[2] / "tests")]
 
 from hosts import Hosts, HostsError, why_not  # noqa: E402
 
-from ringreduce.bench.settings import parse_size  # noqa: E402
+from ringreduce.tools.bench.settings import parse_size  # noqa: E402
 
 RATES = (12, 18, 24, 36, 48, 64)  # Mbit/s
 TOLERANCE = 0.15

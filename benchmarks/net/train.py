@@ -42,11 +42,11 @@ from _ddp_report import STOCK, ModelResult, Run  # noqa: E402
 from compare import HostsNetwork  # noqa: E402
 from hosts import Hosts, HostsError, why_not  # noqa: E402
 
-from ringreduce._processes import exit_at  # noqa: E402
-from ringreduce.bench.launch import Controller  # noqa: E402
-from ringreduce.bench.machine import describe_machine  # noqa: E402
-from ringreduce.bench.results import write_json  # noqa: E402
-from ringreduce.bench.settings import CODECS, BenchError, Contender, Settings  # noqa: E402
+from ringreduce.core.processes import exit_at  # noqa: E402
+from ringreduce.tools.bench.launch import Controller  # noqa: E402
+from ringreduce.tools.bench.machine import describe_machine  # noqa: E402
+from ringreduce.tools.bench.results import write_json  # noqa: E402
+from ringreduce.tools.bench.settings import CODECS, BenchError, Contender, Settings  # noqa: E402
 
 AUTO = "auto"
 WAYS = ("bare", STOCK, "ours", *CODECS, AUTO)

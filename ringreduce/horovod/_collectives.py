@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ringreduce._backend import backend_of, extension
+from ringreduce.core.backend import backend_of, extension
 from ringreduce.horovod._requests import Entry, Request
 
 _OPS: dict[str, Any] = {

@@ -28,8 +28,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ringreduce import _clock
-from ringreduce._backend import backend_of, extension
+from ringreduce.core import clock
+from ringreduce.core.backend import backend_of, extension
 from ringreduce.errors import Error
 from ringreduce.horovod._collectives import Piece, Runner, fusion_key
 from ringreduce.horovod._errors import HorovodInternalError
@@ -186,7 +186,7 @@ class Coordinator:
                 earlier ones.
         """
         name = entry.request.name
-        entry.submitted, entry.awaited_since = time.monotonic(), _clock.now()
+        entry.submitted, entry.awaited_since = time.monotonic(), clock.now()
         with self._changed:
             if self._failure is not None:
                 raise HorovodInternalError(str(self._failure)) from self._failure
@@ -542,7 +542,7 @@ class Coordinator:
         Of an operation in the cache only a bit is known.  So this rank tells its request again,
         which takes it out of the cache on all ranks; then all who have it tell theirs.
         """
-        now = _clock.now()
+        now = clock.now()
         if not self._pending or now < self._next_stall_check:
             return
         self._next_stall_check = now + min(1.0, self._settings.stall_seconds / 4)

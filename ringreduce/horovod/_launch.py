@@ -13,8 +13,8 @@ from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from ringreduce._launchers import is_loopback
-from ringreduce._processes import how_ended
+from ringreduce.core.launchers import is_loopback
+from ringreduce.core.processes import how_ended
 from ringreduce.supervise import Ranks
 
 try:  # which also takes lambdas and functions of __main__

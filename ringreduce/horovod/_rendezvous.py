@@ -35,8 +35,8 @@ from typing import Any
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from ringreduce import _clock
-from ringreduce._launchers import whole
+from ringreduce.core import clock
+from ringreduce.core.launchers import whole
 
 _log = logging.getLogger("ringreduce.horovod")
 
@@ -186,7 +186,7 @@ class Rendezvous:
             TimeoutError: not enough ranks came; says how many, and which are missing.
             RuntimeError: all ranks that had the state have ended; or the store is lost.
         """
-        deadline = _clock.now() + self._limits.timeout
+        deadline = clock.now() + self._limits.timeout
         while True:
             generation = self._latest() + 1
             self._store.append(f"{generation}/arrivals", json.dumps(vars(self._me)) + "\n")
@@ -245,14 +245,14 @@ class Rendezvous:
 
     def _wait(self, generation: int, before: Sequence[Member], deadline: float) -> list[Member]:
         """The members of a generation, as soon as it has some."""
-        count, since = 0, _clock.now()
+        count, since = 0, clock.now()
         while True:
             if members := self._members(generation):
                 return members
             arrived = self._arrivals(generation)
             if len(arrived) > count:
-                count, since = len(arrived), _clock.now()
-            if chosen := self._complete(arrived, before, _clock.now() - since):
+                count, since = len(arrived), clock.now()
+            if chosen := self._complete(arrived, before, clock.now() - since):
                 text = json.dumps([vars(member) for member in chosen])
                 # Another rank may have been first, with another choice.
                 self._store.compare_set(f"{generation}/members", "", text)
@@ -270,7 +270,7 @@ class Rendezvous:
             # A group that runs lets others in when it calls commit, whenever that is.
             is_newcomer = bool(before) and self._me.generation < generation - 1
             runs = is_newcomer and any(m.lives() for m in _missing(arrived, before))
-            if _clock.now() > deadline and not runs:
+            if clock.now() > deadline and not runs:
                 raise TimeoutError(
                     f"waited {self._limits.timeout:g} s (HOROVOD_ELASTIC_TIMEOUT) for ranks: "
                     + self._why_not(arrived, before)

@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-from ringreduce._backend import Options, backend_of, extension
+from ringreduce.core.backend import Options, backend_of, extension
 from ringreduce.horovod import _rendezvous
 from ringreduce.horovod._coordinator import Coordinator
 from ringreduce.horovod._errors import HorovodInternalError

@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ringreduce._processes import exit_at, how_ended, is_open_mpi
+from ringreduce.core.processes import exit_at, how_ended, is_open_mpi
 from ringreduce.horovod._launch import is_here
 from ringreduce.supervise import Ranks, say
 
@@ -103,7 +103,7 @@ def _version() -> str:
 def _build_text() -> str:
     import torch
 
-    from ringreduce._backend import extension
+    from ringreduce.core.backend import extension
 
     cuda = "X" if extension().cuda_build() else " "
     return (

@@ -12,7 +12,7 @@ before it.
 `_backend.py` calls them when a group is made and when the process ends, and knows none of them.
 """
 
-from ringreduce import _backend
+from ringreduce.core import backend as _backend
 from ringreduce.observe import dump, follow, metrics, timeline
 from ringreduce.observe.dump import dump_records
 from ringreduce.observe.metrics import prometheus

@@ -40,9 +40,9 @@ import torch
 import torch.distributed as dist
 
 from ringreduce import errors
-from ringreduce._backend import Backend, _is_alive, extension, live_groups
-from ringreduce._files import Damaged, check, contents, natural, replacing
-from ringreduce._launchers import job_of
+from ringreduce.core.backend import Backend, _is_alive, extension, live_groups
+from ringreduce.core.files import Damaged, check, contents, natural, replacing
+from ringreduce.core.launchers import job_of
 from ringreduce.observe.record import Record, parse
 
 PREFIX = "ringreduce_rank_"  # of the files' names; the rank follows

@@ -33,9 +33,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ringreduce._backend import extension, job_name
-from ringreduce._files import Damaged, check, natural, opened, sharing
-from ringreduce._words import ranks_text
+from ringreduce.core.backend import extension, job_name
+from ringreduce.core.files import Damaged, check, natural, opened, sharing
+from ringreduce.core.words import ranks_text
 from ringreduce.observe.follow import Group as Followed
 from ringreduce.observe.follow import News
 from ringreduce.observe.late import (

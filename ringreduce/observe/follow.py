@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from ringreduce._backend import Backend, extension, live_groups, own_rank, ranks_of
+from ringreduce.core.backend import Backend, extension, live_groups, own_rank, ranks_of
 from ringreduce.errors import Error
 from ringreduce.observe.record import LAYOUT, STATE_AT, Record, parse
 

@@ -34,7 +34,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ringreduce._words import listed, ranks_text
+from ringreduce.core.words import listed, ranks_text
 from ringreduce.observe.record import FROM_ROOT, TO_ROOT, UNKNOWN, Record
 
 _WINDOW = 1024  # operations that the usual delay is taken from

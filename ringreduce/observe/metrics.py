@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from ringreduce._backend import Backend, extension, job_name, live_groups, own_rank, ranks_of
-from ringreduce._files import Damaged, contents, replacing
+from ringreduce.core.backend import Backend, extension, job_name, live_groups, own_rank, ranks_of
+from ringreduce.core.files import Damaged, contents, replacing
 from ringreduce.observe.record import Record, parse
 
 if TYPE_CHECKING:

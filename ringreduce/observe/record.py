@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from ringreduce._backend import Backend, backend_of, extension, ringreduce_group
+from ringreduce.core.backend import Backend, backend_of, extension, ringreduce_group
 
 # Of OpRecord, csrc/group/recorder.h.
 LAYOUT = struct.Struct("<3Q2q3Ii8B5q" + "ifi2I" * 3 + "i3I" + "I")

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ringreduce._files import Damaged, sharing
-from ringreduce._words import listed, ranks_text, say
+from ringreduce.core.files import Damaged, sharing
+from ringreduce.core.words import listed, ranks_text, say
 from ringreduce.observe.dump import EARLIER_PREFIX, MESSAGES, PREFIX, meetings_of, read
 
 Dump = dict[str, Any]

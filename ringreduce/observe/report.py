@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ringreduce._files import replacing
-from ringreduce._words import aligned, ranks_text
+from ringreduce.core.files import replacing
+from ringreduce.core.words import aligned, ranks_text
 from ringreduce.observe.files import Group, Job, Operation, Series, judge_of, operations
 from ringreduce.observe.late import Late
 from ringreduce.observe.record import UNKNOWN, Record

@@ -20,7 +20,7 @@ from collections import deque
 
 import torch.distributed as dist
 
-from ringreduce._backend import extension, ringreduce_group
+from ringreduce.core.backend import extension, ringreduce_group
 from ringreduce.observe import follow
 from ringreduce.observe.late import (
     Arrival,

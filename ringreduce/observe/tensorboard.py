@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from ringreduce._backend import backend_of, extension, ringreduce_group
+from ringreduce.core.backend import backend_of, extension, ringreduce_group
 from ringreduce.observe.metrics import GONE, Totals, Trial
 
 

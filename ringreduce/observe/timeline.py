@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ringreduce._words import say
+from ringreduce.core.words import say
 from ringreduce.observe import follow
 from ringreduce.observe.files import Writer, load
 from ringreduce.observe.report import late_text, summary_text, write_trace

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from ringreduce._files import Damaged, contents
-from ringreduce._words import aligned, listed, ranks_text, say
+from ringreduce.core.files import Damaged, contents
+from ringreduce.core.words import aligned, listed, ranks_text, say
 from ringreduce.observe.late import slow_ones, waited_for
 from ringreduce.observe.metrics import MOST_BYTES, Damages, Status, statuses
 

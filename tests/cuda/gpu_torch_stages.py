@@ -19,7 +19,7 @@ from gpu_runner import Stage, Step
 PYTHON = sys.executable
 LOOK = """
 import torch, ringreduce
-from ringreduce._backend import extension
+from ringreduce.core.backend import extension
 built = extension().cuda_build()
 print("ringreduce", ringreduce.__version__, "of", ringreduce.__file__, "for CUDA:", built)
 raise SystemExit(0 if built else "Error: it was built without CUDA")

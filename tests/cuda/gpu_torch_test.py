@@ -41,8 +41,8 @@ ROUNDINGS = 1e-4
 
 def beside(stock: str) -> World:
     """Two ranks on a stock backend; skips where torch's NCCL cannot be one."""
-    from ringreduce.bench.placing import Placing, nccl_environment
-    from ringreduce.bench.settings import Unsupported
+    from ringreduce.tools.bench.placing import Placing, nccl_environment
+    from ringreduce.tools.bench.settings import Unsupported
 
     if stock != "nccl":
         return World(2, stock)

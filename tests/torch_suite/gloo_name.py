@@ -12,7 +12,7 @@ import torch
 import torch.distributed.distributed_c10d as c10d
 from torch._C import _distributed_c10d
 
-from ringreduce import _backend
+from ringreduce.core import backend as _backend
 
 _GLOO = c10d.ProcessGroupGloo
 # What _new_process_group_helper was called with last, which ProcessGroupGloo is not told.

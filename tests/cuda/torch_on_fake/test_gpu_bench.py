@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ringreduce.bench.results import Report
+from ringreduce.tools.bench.results import Report
 
 ROOT = Path(__file__).resolve().parents[3]
 

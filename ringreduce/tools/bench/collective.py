@@ -1,0 +1,136 @@
+"""What a collective is to the benchmark: buffers, a call in each library, a check, a factor.
+
+A class says how its buffers are filled, called (torch, MPI) and checked, and how its bus
+bandwidth follows from its size. `collectives` lists all that there are.
+"""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from ringreduce.tools.bench import oracle
+from ringreduce.tools.bench.oracle import Expected, Inputs
+from ringreduce.tools.bench.settings import Unsupported
+
+Call = Callable[[], object]
+
+
+def item_size(dtype: str) -> int:
+    """Bytes of an element."""
+    return torch.empty(0, dtype=getattr(torch, dtype), device="cpu").element_size()
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row for one rank: `count` elements of `dtype` in the whole message."""
+
+    count: int
+    dtype: str
+    op: str
+    rank: int
+    world: int
+    device: str = "cpu"
+    shares: bool = False  # the buffers are tensors of ringreduce.empty
+
+
+class Collective(ABC):
+    """A collective with its buffers, ready to be called again and again."""
+
+    name: ClassVar[str]
+    reduces: ClassVar[bool] = False  # has a reduction operation
+    has_size: ClassVar[bool] = True
+    least_ranks: ClassVar[int] = 1
+    # Messages that follow each other in one call; a call's time is divided by them.
+    trips: ClassVar[int] = 1
+    # Which public function is timed, on what; for the header.
+    torch_name: ClassVar[str]
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+
+    @staticmethod
+    def busbw_factor(world: int) -> float:
+        """busbw / algbw, as nccl-tests defines them."""
+        return 1.0
+
+    @staticmethod
+    def fit(count: int, world: int) -> int:
+        """The greatest count of elements up to `count` that this collective can move."""
+        return count
+
+    @abstractmethod
+    def torch_call(self) -> Call:
+        """One blocking call through torch's public interface, on the default group."""
+
+    @abstractmethod
+    def mpi_call(self, mpi: Any, comm: Any) -> Call:
+        """The same with mpi4py on NumPy views of the same buffers. Raises Unsupported."""
+
+    def load(self, salt: int) -> None:
+        """Fill the buffers for a call whose result `check` is to see."""
+
+    def check(self, call: Call, salt: int) -> dict[str, Any]:
+        """Load, call once, and compare: {"wrong": elements, "digest": of the result's bits}."""
+        self.load(salt)
+        call()
+        wrong = sum(oracle.count_wrong(part, expected) for part, expected in self.parts(salt))
+        return {"wrong": wrong, "digest": oracle.digest(self.result())}
+
+    def error(self, salt: int) -> dict[str, float]:
+        """How far the result of `check` is from the exact one (oracle.error_of)."""
+        raise Unsupported(f"{self.name} has no error to measure")
+
+    def parts(self, salt: int) -> Iterator[tuple[torch.Tensor, Expected]]:
+        """The parts of this rank's result, each with what it must be."""
+        yield from ()
+
+    def result(self) -> torch.Tensor:
+        """The tensor that must have the same bits on all ranks; empty where none must."""
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def settle(self) -> None:
+        """Fill the buffers for timing, with values that stay what they are call after call."""
+
+    def _inputs(self, count: int, salt: int) -> Inputs:
+        return Inputs(self.case.dtype, self.case.op, self.case.world, count, salt)
+
+    def _block(self, count: int, salt: int, receiver: int) -> Inputs:
+        """What each rank has for `receiver`, where that differs from what others get."""
+        return self._inputs(count, salt * self.case.world + receiver)
+
+    def _empty(self, count: int) -> torch.Tensor:
+        dtype = getattr(torch, self.case.dtype)
+        if self.case.shares:
+            tensor: torch.Tensor = importlib.import_module("ringreduce").empty(count, dtype=dtype)
+            return tensor
+        return torch.empty(count, dtype=dtype, device=self.case.device)
+
+
+class InShares(Collective):
+    """One whose whole message is `world` shares of the same size, a share for each rank.
+
+    Of the whole message a rank sends or gets all but its own share.
+    """
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.share = case.count // case.world
+
+    @staticmethod
+    def busbw_factor(world: int) -> float:
+        return (world - 1) / world
+
+    @staticmethod
+    def fit(count: int, world: int) -> int:
+        return count // world * world
+
+    def _empty_shares(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """A buffer of the whole size, and its shares."""
+        whole = self._empty(self.share * self.case.world)
+        return whole, list(torch.split(whole, self.share))
