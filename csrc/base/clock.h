@@ -76,6 +76,11 @@ inline Nanos now() {
   return process_clock.now(monotonicNow);
 }
 
+// The same; `monotonic` becomes CLOCK_MONOTONIC at that moment.
+inline Nanos now(Nanos& monotonic) {
+  return process_clock.now([&] { return monotonic = monotonicNow(); });
+}
+
 // The clock of a group, on which its ranks compare times: CLOCK_MONOTONIC of rank 0's host.  The
 // other hosts measure how far theirs is ahead of it (health/clock_offset.h).
 struct ClockOffset {

@@ -16,6 +16,7 @@
 #include "base/clock.h"
 #include "base/error.h"
 #include "base/text.h"
+#include "base/wait_clock.h"
 #include "bootstrap/options.h"
 
 namespace ringreduce {
@@ -94,7 +95,7 @@ class AttemptClock {
   // `rank`: this one, for the log.
   AttemptClock(const GroupOptions& options, int rank) : options_(options), rank_(rank) {}
 
-  Nanos waited() const { return now() - started_; }
+  Nanos waited() const { return wait_.waited(); }
   // How long this process was stopped meanwhile, which does not count.
   Nanos stopped() const { return monotonicNow() - began_ - waited(); }
   // Asked by Meeting::stepClock (rendezvous.cc) and JoinGuard::poll (host_links.cc), which throw.
@@ -106,8 +107,7 @@ class AttemptClock {
   void poll(Missing missing) {
     if (options_.interrupt) options_.interrupt();
     if (options_.attempt) options_.attempt->poll(waited());
-    if (now() < next_report_) return;
-    next_report_ = now() + std::max(waited(), kSecond);
+    if (!wait_.reportIsDue()) return;
     log("rank " + std::to_string(options_.shownAs(rank_)) + ", making group '" + options_.name +
         "', has waited " + seconds(waited()) + " for " + missing());
   }
@@ -134,8 +134,8 @@ class AttemptClock {
  private:
   const GroupOptions& options_;
   const int rank_;
-  const Nanos started_ = now(), began_ = monotonicNow();
-  Nanos next_report_ = deadlineIn(options_.stall, started_);
+  const Nanos began_ = monotonicNow();
+  WaitClock wait_{options_.timeout, options_.stall};
 };
 
 }  // namespace ringreduce

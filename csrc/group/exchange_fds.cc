@@ -10,6 +10,7 @@
 #include "base/bytes.h"
 #include "base/error.h"
 #include "base/text.h"
+#include "base/wait_clock.h"
 #include "bootstrap/unix_socket.h"
 #include "group/agreement.h"
 
@@ -33,8 +34,7 @@ class FdExchange {
       : group_(group),
         mine_(mine),
         what_(what),
-        started_(now()),
-        next_report_(deadlineIn(group.options().stall)),
+        wait_(group.timeout(), group.options().stall),
         partners_(static_cast<size_t>(group.size())) {}
 
   std::vector<Fd> run() {
@@ -111,13 +111,12 @@ class FdExchange {
   }
 
   void checkClock(const std::vector<int>& late) {
-    const Nanos waited = now() - started_;
-    if (waited >= group_.timeout())
+    const Nanos waited = wait_.waited();
+    if (wait_.isOver())
       epoch_->arbiter->fail(Failure::kTimeout, late.front(),
                             epoch_->peers().whereabouts(late) + " did not take part within " +
                                 seconds(group_.timeout()) + " " + doing());
-    if (now() < next_report_) return;
-    next_report_ = now() + std::max<Nanos>(waited, kSecond);
+    if (!wait_.reportIsDue()) return;
     log(epoch_->peers().who(group_.rank()) + " has waited " + seconds(waited) + " for " +
         epoch_->peers().whereabouts(late) + " " + doing());
   }
@@ -192,8 +191,7 @@ class FdExchange {
   const std::shared_ptr<Epoch> epoch_ = group_.epoch();
   const int mine_;
   const std::string what_;
-  const Nanos started_;
-  Nanos next_report_;
+  WaitClock wait_;
   Fd listener_;
   std::vector<Invitation> invitations_;
   std::vector<Partner> partners_;  // by rank

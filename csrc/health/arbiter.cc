@@ -70,7 +70,7 @@ Arbiter::Arbiter(int rank, std::vector<Seat> seats, const GroupOptions& options,
 void Arbiter::begin(const OpSignature& operation, Nanos timeout, bool in_users_thread,
                     const Inherited& why) {
   Nanos arrived = 0;
-  started_ = process_clock.now([&] { return arrived = monotonicNow(); });
+  wait_ = WaitClock(timeout, options_.stall, now(arrived));
   std::ranges::fill(arrived_, 0);
   arrived_[static_cast<size_t>(rank_)] = arrived;
   first_data_ = their_error_ = 0;
@@ -85,12 +85,9 @@ void Arbiter::begin(const OpSignature& operation, Nanos timeout, bool in_users_t
   inline_ = in_users_thread;
   in_monitored_barrier_.store(operation.kind == Kind::kMonitoredBarrier, std::memory_order_relaxed);
   check();
-  timeout_ = timeout;
-  deadline_ = deadlineIn(timeout, started_);
   has_more_time_ = false;
-  next_report_ = deadlineIn(options_.stall, started_);
   // Before the log names ranks that are late.
-  next_question_ = std::min(started_ + kSecond, next_report_ - kCensus);
+  next_question_ = std::min(wait_.started() + kSecond, wait_.nextReport() - kCensus);
   peers_.setAwaitedRank(-1);
   if (channel_) return peers_.record(rank_, operation.sequence, current_);
   RankPage& own = page(rank_);
@@ -229,14 +226,14 @@ Facts Arbiter::factsOf(int culprit, int reporter, bool is_final) const {
 // Between hosts: whether it has not answered for a while, as a process that runs does, whatever it
 // computes.
 bool Arbiter::isSilent(int rank) const {
-  return now() - std::max<Nanos>(peers_.lastHeard(rank), started_) > 2 * kSecond;
+  return now() - std::max<Nanos>(peers_.lastHeard(rank), wait_.started()) > 2 * kSecond;
 }
 
 void Arbiter::poll(int rank, Ready ready) {
   check();
   if (inline_ && options_.interrupt) options_.interrupt();
   // Also where a user's thread runs it: Python's signals reach the main one only.
-  if (options_.interrupted && options_.interrupted(started_)) {
+  if (options_.interrupted && options_.interrupted(wait_.started())) {
     abort("interrupted in " + peers_.textOf(current_));
     throwFailure();
   }
@@ -247,14 +244,14 @@ void Arbiter::poll(int rank, Ready ready) {
   else
     blameMissing(rank, ready);
   const Nanos time = now();
-  if (time >= deadline_ && !ready()) {
+  if (wait_.isOver(time) && !ready()) {
     refreshProgress();
     compareSignatures();
     if (ready()) return;
     const Laggards late = laggardsOf(peers_, current_, rank);
     if (on_loss_ == OnLoss::kIsAbsent && evict(rank, late.ranks, ready)) return;
     std::string text = late.text + ": " + peers_.textOf(current_) +
-                       " timed out after a timeout of " + seconds(timeout_);
+                       " timed out after a timeout of " + seconds(wait_.timeout());
     if (current_.kind == Kind::kMonitoredBarrier)
       text = monitoredBarrierText(late.ranks) + ". " + text;
     // The others go on without a rank whose process does not run: see culprit().
@@ -262,18 +259,16 @@ void Arbiter::poll(int rank, Ready ready) {
       for (const int r : late.ranks)
         if (peers_.isStopped(r) || isSilent(r)) fail(Failure::kPeerLost, r, text);
       if (!std::exchange(has_more_time_, true)) {  // it may have been stopped until now
-        deadline_ = time + kTimeToGoOn;
+        wait_.extend(time + kTimeToGoOn);
         return;
       }
     }
     fail(Failure::kTimeout, late.ranks.front(), text);
   }
-  if (time >= next_report_ && !ready()) {
-    next_report_ = time + std::max(time - started_, kSecond);
+  if (wait_.reportIsDue(time) && !ready())
     log("rank " + options_.shown(rank_) + " of group '" + options_.name + "' has waited " +
-        seconds(time - started_) + " in " + peers_.textOf(current_) + ": " +
+        seconds(wait_.waited(time)) + " in " + peers_.textOf(current_) + ": " +
         laggardsOf(peers_, current_, rank).text);
-  }
 }
 
 // Compares the announcements of the ranks.  Between hosts no data reveals the mismatch if two ranks
@@ -314,7 +309,7 @@ void Arbiter::goOnWithout(int rank) {
   if (left < min_ranks_)
     failLost(rank, when + "; " + std::to_string(left) + (left == 1 ? " rank is" : " ranks are") +
                        " left, and min_ranks is " + std::to_string(min_ranks_));
-  deadline_ = std::max(deadline_, deadlineIn(std::min(timeout_, kTimeToGoOn)));
+  wait_.extend(deadlineIn(std::min(wait_.timeout(), kTimeToGoOn)));
   if (peers_.known(rank).isLost()) leaveOut(page(rank));
   peers_.setAbsent(rank);
   if (peers_.live().front() != rank_) return;  // one line is enough
@@ -345,7 +340,7 @@ bool Arbiter::evict(int waited_for, const std::vector<int>& late, Ready ready) {
     wakeSleeper(page(r).pulse_wake_word);
   }
   const std::string timed_out =
-      ": " + peers_.textOf(current_) + " timed out after a timeout of " + seconds(timeout_);
+      ": " + peers_.textOf(current_) + " timed out after a timeout of " + seconds(wait_.timeout());
   // If too few ranks would be left, the group fails in any case: no process ends for that.
   const auto too_many = [&](const std::vector<int>& lost) {
     return ranks.size() < lost.size() + static_cast<size_t>(min_ranks_);
@@ -544,7 +539,7 @@ void Arbiter::onRemoteError(const GroupFailure& failure) {
 
 // PyTorch's words for monitored_barrier: the ranks that did not arrive, and the one that waited.
 std::string Arbiter::monitoredBarrierText(const std::vector<int>& late) const {
-  const long ms = timeout_ / kMillisecond;
+  const long ms = wait_.timeout() / kMillisecond;
   std::string text = late.size() > 1 ? "Ranks " : "Rank ";
   text += joined(options_.shownAs(late), ", ");
   text += " failed to pass monitoredBarrier in " + std::to_string(ms) + " ms";

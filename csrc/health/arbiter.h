@@ -31,6 +31,7 @@
 
 #include "base/error.h"
 #include "base/op_signature.h"
+#include "base/wait_clock.h"
 #include "bootstrap/options.h"
 #include "health/control.h"
 #include "health/peer_table.h"
@@ -192,8 +193,8 @@ class Arbiter final : public WaitGuard, public net::Control::Listener {
   std::atomic<Nanos> ahead_{0}, clock_error_;
   uint64_t history_ = 0;
   bool inline_ = false, has_more_time_ = false;
+  WaitClock wait_{kNever, kNever, 0};
   std::atomic<bool> in_monitored_barrier_{false};  // also read by waits for messages
-  Nanos started_ = 0, deadline_ = kNever, timeout_ = 0, next_report_ = 0;
   std::unique_ptr<Pulse> pulse_;
 };
 

@@ -13,6 +13,7 @@
 #include "base/error.h"
 #include "base/op_signature.h"
 #include "base/text.h"
+#include "base/wait_clock.h"
 
 namespace ringreduce {
 
@@ -223,11 +224,7 @@ struct Messenger::Driving {
 class Messenger::Clock {
  public:
   Clock(const Messenger& m, Nanos timeout)
-      : messenger_(m),
-        timeout_(timeout),
-        started_(process_clock.now([&] { return started_at_ = monotonicNow(); })),
-        deadline_(deadlineIn(timeout)),
-        next_report_(deadlineIn(m.options_.stall)) {}
+      : messenger_(m), wait_(timeout, m.options_.stall, now(started_at_)) {}
 
   // Whether it is time to check Ctrl-C, peers and the deadline.  The functions below refer to the
   // time of the latest check.
@@ -237,25 +234,24 @@ class Messenger::Clock {
     next_ = time_ + kCheckPeriod;
     return true;
   }
-  bool isLate() const { return time_ >= deadline_; }
-  Nanos timeout() const { return timeout_; }
+  bool isLate() const { return wait_.isOver(time_); }
+  Nanos timeout() const { return wait_.timeout(); }
   Nanos startedAt() const { return started_at_; }  // in CLOCK_MONOTONIC
 
   // Logs that the wait goes on, if a report is due.
   template <class What>
   void report(const What& what) {
-    if (time_ < next_report_) return;
-    next_report_ = time_ + std::max(time_ - started_, kSecond);
+    if (!wait_.reportIsDue(time_)) return;
     const GroupOptions& options = messenger_.options_;
     log("rank " + options.shown(messenger_.rank_) + " of group '" + options.name + "' has waited " +
-        seconds(time_ - started_) + " to " + what());
+        seconds(wait_.waited(time_)) + " to " + what());
   }
 
  private:
   const Messenger& messenger_;
   Nanos started_at_ = 0;
-  const Nanos timeout_, started_, deadline_;
-  Nanos next_report_, next_ = 0, time_ = 0;
+  WaitClock wait_;
+  Nanos next_ = 0, time_ = 0;
 };
 
 // Throws the exception of Ctrl-C.  All other errors end the delivery.

@@ -23,6 +23,7 @@
 #include "base/fd.h"
 #include "base/op_signature.h"
 #include "base/text.h"
+#include "base/wait_clock.h"
 #include "bootstrap/options.h"
 #include "check.h"
 
@@ -332,6 +333,19 @@ TEST(the_clock_of_waits_is_one_for_all_threads) {
   for (std::thread& thread : threads) thread.join();
   CHECK(!went_back);
   CHECK(counted <= kStops * (ProcessClock::kLongestGap + 100 * kMillisecond));
+}
+
+TEST(a_wait_is_told_of_each_time_it_has_lasted_twice_as_long) {
+  WaitClock wait(/*timeout=*/100 * kSecond, /*stall=*/10 * kSecond, /*started=*/kSecond);
+  std::vector<Nanos> told;
+  for (Nanos time = kSecond; time < 110 * kSecond; time += kSecond)
+    if (wait.reportIsDue(time)) told.push_back(wait.waited(time) / kSecond);
+  CHECK(told == (std::vector<Nanos>{10, 20, 40, 80}));
+  CHECK(!wait.isOver(101 * kSecond - 1) && wait.isOver(101 * kSecond));
+  wait.extend(103 * kSecond);
+  wait.extend(102 * kSecond);
+  CHECK(!wait.isOver(103 * kSecond - 1) && wait.isOver(103 * kSecond));
+  CHECK(!WaitClock(kNever, kNever, kSecond).isOver(kNever - 1));
 }
 
 TEST(a_handler_steps_aside_for_what_it_interrupted) {

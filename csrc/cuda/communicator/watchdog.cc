@@ -73,7 +73,7 @@ void Watchdog::track(Nanos timeout, Reached finished, Label label, Reached begun
   {
     const std::lock_guard lock(mutex_);
     was_idle = under_way_.empty();
-    if (was_idle) head_since_ = now();
+    if (was_idle) head_ = headClock();
     under_way_.push_back({.what = latest_,
                           .timeout = timeout,
                           .begun = std::move(begun),
@@ -226,8 +226,8 @@ void Watchdog::collect() {
       if (!group_.failed()) look();
       finished_ = under_way_.front().what.sequence + 1;
       under_way_.pop_front();
-      head_since_ = now();
-      lost_since_ = next_report_ = 0;
+      head_ = headClock();
+      lost_since_ = 0;
       ranks_->advance(finished_, under_way_);
       if (!isAwaited()) continue;
       pause = kShortRound;
@@ -360,11 +360,10 @@ void Watchdog::checkPresence() {
 }
 
 void Watchdog::reportStall(Nanos time) {
-  if (time - head_since_ < group_.options().stall || time < next_report_) return;
-  next_report_ = time + std::max(time - head_since_, kSecond);
+  if (!head_.reportIsDue(time)) return;
   const OpSignature& what = under_way_.front().what;
   log("rank " + group_.options().shown(group_.rank()) + " of group '" + group_.options().name +
-      "' has had GPU " + textOf(what) + " in its stream for " + seconds(time - head_since_) +
+      "' has had GPU " + textOf(what) + " in its stream for " + seconds(head_.waited(time)) +
       labelOf(what.sequence) + ": " + laggards(what, -1).text);
 }
 

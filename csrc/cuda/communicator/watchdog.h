@@ -25,6 +25,7 @@
 #include <vector>
 
 #include "base/clock.h"
+#include "base/wait_clock.h"
 #include "group/group.h"
 
 namespace ringreduce::cuda {
@@ -140,6 +141,8 @@ class Watchdog {
   void checkDeadlines();
   void checkPresence();
   void reportStall(Nanos time);
+  // Since the oldest operation became the oldest; the deadlines are those of the operations.
+  WaitClock headClock() const { return {kNever, group_.options().stall}; }
   void release();
   bool hasToAbort() const { return !aborted_ && group_.failed(); }
   bool pauseUntil(Lock& lock, Nanos deadline);
@@ -155,9 +158,9 @@ class Watchdog {
   WatchedRanks::Operations under_way_;
   OpSignature latest_;
   uint64_t announced_ = 0, finished_ = 0, history_ = 0;
-  Nanos head_since_ = 0;  // when the oldest operation became the oldest
+  WaitClock head_{headClock()};
   Nanos awaited_at_ = 0;  // when a user's thread last waited
-  Nanos next_report_ = 0, next_roll_call_ = 0, next_probe_ = 0, lost_since_ = 0;
+  Nanos next_roll_call_ = 0, next_probe_ = 0, lost_since_ = 0;
   bool awake_ = false, aborted_ = false, stopping_ = false;
   std::thread watching_, collecting_;
 };

@@ -1,0 +1,39 @@
+// The clock of one wait: how long it has lasted, when it is over, and when the log says that it
+// goes on.
+#pragma once
+
+#include <algorithm>
+
+#include "base/clock.h"
+
+namespace ringreduce {
+
+// Of the process's clock (base/clock.h).
+class WaitClock {
+ public:
+  // `stall`: the log first says that the wait goes on after this time.
+  WaitClock(Nanos timeout, Nanos stall, Nanos started = now())
+      : started_(started),
+        timeout_(timeout),
+        deadline_(deadlineIn(timeout, started)),
+        next_report_(deadlineIn(stall, started)) {}
+
+  Nanos started() const { return started_; }
+  Nanos timeout() const { return timeout_; }
+  Nanos waited(Nanos time = now()) const { return time - started_; }
+  bool isOver(Nanos time = now()) const { return time >= deadline_; }
+  // It may last until then, if that is later than now.
+  void extend(Nanos deadline) { deadline_ = std::max(deadline_, deadline); }
+  Nanos nextReport() const { return next_report_; }
+  // Whether to say that it goes on: each time that it has lasted twice as long.
+  bool reportIsDue(Nanos time = now()) {
+    if (time < next_report_) return false;
+    next_report_ = time + std::max(waited(time), kSecond);
+    return true;
+  }
+
+ private:
+  Nanos started_, timeout_, deadline_, next_report_;
+};
+
+}  // namespace ringreduce
