@@ -58,37 +58,6 @@ class Cancel : public Attempt {
 // How long a part of making a group has taken, and may take: the timeout of the options.
 class AttemptClock {
  public:
-  // ---- once the timeout has passed: who says why
-
-  // Until all have met, rank 0 knows which ranks are missing: the others let it say so first.
-  static constexpr Nanos kRank0Grace = 2 * kSecond;
-  // It then waits until all have read its reason, since the store may end with its process.
-  static constexpr Nanos kReadersTime = kSecond;
-  // Later a rank knows only the one that it waits for.  The first whose time is over asks all
-  // through the store, and gives up after this time.
-  static constexpr Nanos kAnswerTime = kSecond;
-  // No rank looks for that question before this time: making a group takes less as a rule.
-  static constexpr Nanos kUnasked = kSecond / 2;
-
-  // ---- waits that end before the timeout
-
-  // A rank that cannot take part waits for rank 0, to say so.
-  static constexpr Nanos kRefusalTime = 5 * kSecond;
-  // A rank that gets no connection to its host's leader leaves a note.
-  static constexpr Nanos kUnreachable = kSecond;
-  // The reason of an earlier failure holds for a rank that comes later, if no new attempt replaces
-  // it within the first time, and for as long as the second one.
-  static constexpr Nanos kFailureGrace = 5 * kSecond, kFailureLife = 600 * kSecond;
-  // A rank of this host takes no message that was sent to it.
-  static constexpr Nanos kDeafTime = 10 * kSecond;
-  // No address of a rank on another host answers.  (One that answers has kHandshakeTime of
-  // transport/tcp/handshake.h.)
-  static constexpr Nanos kDialTime = 30 * kSecond;
-  // A neighbour has closed its connection: its reason may be on its way into the store.
-  static constexpr Nanos kReasonDelay = kSecond;
-
-  // ---- waiting
-
   // The period of polling for events that cannot wake a waiting process.
   static constexpr Nanos kTick = 50 * kMillisecond;
 

@@ -12,6 +12,7 @@
 
 #include "base/config.h"
 #include "base/error.h"
+#include "base/limits.h"
 #include "base/text.h"
 #include "bootstrap/attempt.h"
 #include "bootstrap/membership.h"
@@ -88,7 +89,7 @@ class JoinGuard {
     clock_.poll([&] { return nameOf(waits_for_); });
     if (AttemptClock::due(next_look_)) {
       if (const auto text = store_.get(reason_key_)) throw RemoteFailure(*text);
-      const bool may_be_asked = clock_.waited() >= AttemptClock::kUnasked;
+      const bool may_be_asked = clock_.waited() >= limits::kUnasked;
       if (asked_since_ == 0 && may_be_asked && store_.get(questionKey())) asked_since_ = now();
       if (asked_since_ != 0) answer();
     }
@@ -98,7 +99,7 @@ class JoinGuard {
       asked_since_ = now();
       answer();
     }
-    if (now() - asked_since_ >= AttemptClock::kAnswerTime) giveUp();
+    if (now() - asked_since_ >= limits::kStoreQuestion) giveUp();
   }
 
   // Stores the reason for the others, unless another rank stored one first; throws that one.
@@ -419,7 +420,7 @@ void HostLinks::checkNext(const Poll& poll) const {
 
 // Waits until `poll` throws the reason that the rank left in the store.
 void HostLinks::gaveUp(int rank, const Poll& poll, const char* how) const {
-  for (const Nanos until = deadlineIn(AttemptClock::kReasonDelay); now() < until;) {
+  for (const Nanos until = deadlineIn(limits::kReasonDelay); now() < until;) {
     poll();
     AttemptClock::sleep(kStorePoll);
   }
@@ -433,7 +434,7 @@ net::Socket HostLinks::dial(int to, net::Purpose purpose, int number, const Poll
       // A stopped rank is not lost.  The caller waits until the rank is known to be lost, or its
       // own deadline has passed.
       .timeout = kNever,
-      .deaf = AttemptClock::kDialTime,
+      .deaf = limits::kDial,
       .congestion =
           purpose == net::Purpose::kData || purpose == net::Purpose::kSurvey ? congestion_ : "",
       .address = paths[static_cast<size_t>(number) % paths.size()],

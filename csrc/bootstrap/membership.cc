@@ -9,6 +9,7 @@
 
 #include "base/bytes.h"
 #include "base/error.h"
+#include "base/limits.h"
 #include "base/text.h"
 #include "bootstrap/process.h"
 #include "transport/shm/channel.h"
@@ -123,7 +124,7 @@ void awaitReaders(Store& store, const std::string& nonce, int size, const GroupO
             });
             return readers.size() < before;
           },
-          AttemptClock::kReadersTime);
+          limits::kReadersTime);
     } while (!readers.empty() && readers.size() < before);
   } catch (const std::exception& error) {  // the reason matters more
     log("rank " + options.shown(0) + " cannot see whether " + options.rankList(readers) +

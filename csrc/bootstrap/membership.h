@@ -70,7 +70,7 @@ std::string encode(const Reason& reason, int culprit);
 // the error of all ranks.
 std::string storeReason(Store& store, const std::string& key, const std::string& reason);
 // A rank that ends with the reason says so.  Rank 0, whose process may hold the store, stays until
-// all others have, or none has for AttemptClock::kReadersTime.  The store's errors are logged.
+// all others have, or none has for limits::kReadersTime.  The store's errors are logged.
 void confirmReason(Store& store, const std::string& nonce, int rank, const GroupOptions& options);
 void awaitReaders(Store& store, const std::string& nonce, int size, const GroupOptions& options);
 

@@ -13,6 +13,7 @@
 
 #include "base/bytes.h"
 #include "base/error.h"
+#include "base/limits.h"
 #include "base/text.h"
 #include "bootstrap/attempt.h"
 #include "bootstrap/other_groups.h"
@@ -369,7 +370,7 @@ class Meeting {
                      return fieldOf(recordOf(one.first), "token") == one.second;
                    });
           },
-          AttemptClock::kReadersTime);
+          limits::kReadersTime);
     } catch (const std::exception& failure) {  // the first error matters more
       log(std::string("cannot tell the others why the group is not made: ") + failure.what());
     }
@@ -487,11 +488,11 @@ class Meeting {
   bool concerns(const Fields& failure) const {
     if (isOfOthers(failure)) return false;
     const Nanos age = (std::time(nullptr) - number(failure, "time")) * kSecond;
-    return age < AttemptClock::kFailureLife &&
+    return age < limits::kFailureLife &&
            !failedAttempts().knows(fieldOf(failure, "attempt"), rank_);
   }
   bool isLateReason(const Fields& table) const {
-    return table.contains("failed") && now() - seen_since_ > AttemptClock::kFailureGrace &&
+    return table.contains("failed") && now() - seen_since_ > limits::kFailureGrace &&
            concerns(table);
   }
 
@@ -557,7 +558,7 @@ class Meeting {
     const std::string nonce = fieldOf(table, "nonce");
     if (unreachable_ != nonce) unreachable_since_ = now();
     unreachable_ = nonce;
-    if (now() - unreachable_since_ < AttemptClock::kUnreachable) return;
+    if (now() - unreachable_since_ < limits::kLeaderConnects) return;
     hint_ = whoIsThis() + " finds no process behind the socket of " + fieldOf(table, "who") +
             ", although both have the host id '" + fieldOf(table, "id").substr(0, kMostName) +
             "'; if they are two machines (clones of one?), give each a RINGREDUCE_HOSTID of its "
@@ -594,7 +595,7 @@ class Meeting {
       tellRank0({error.kind(), error.what()});
       return false;
     };
-    AttemptClock::await(is_known, std::min(options_.timeout, AttemptClock::kRefusalTime));
+    AttemptClock::await(is_known, std::min(options_.timeout, limits::kRefusal));
     throw Error(error);
   }
 
@@ -703,7 +704,7 @@ class Meeting {
       if (rank_ == 0) throw;
       refuse(error);
     }
-    if (!clock_.over(rank_ == 0 ? 0 : AttemptClock::kRank0Grace)) return;
+    if (!clock_.over(rank_ == 0 ? 0 : limits::kRank0Grace)) return;
     const Error error(Failure::kTimeout, names + " of " + std::to_string(size_) + " did not " +
                                              what + " within " + seconds(options_.timeout) +
                                              ", making group '" + options_.name + "'; noticed by " +

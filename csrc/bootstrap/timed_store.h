@@ -13,6 +13,7 @@
 
 #include "base/clock.h"
 #include "base/error.h"
+#include "base/limits.h"
 #include "bootstrap/store.h"
 
 namespace ringreduce {
@@ -26,10 +27,8 @@ struct StoreFailure final : Error {
 // neither use nor destroy it.
 class TimedStore final : public Store {
  public:
-  static constexpr Nanos kAnswerTime = 10 * kSecond;
-
   // `who`: "rank 1 of group 'x'".  `longest`: how long the store may take for an answer.
-  TimedStore(std::shared_ptr<Store> store, std::string who, Nanos longest = kAnswerTime);
+  TimedStore(std::shared_ptr<Store> store, std::string who, Nanos longest = limits::kStoreAnswer);
   TimedStore(const TimedStore&) = delete;
   ~TimedStore() override;
 

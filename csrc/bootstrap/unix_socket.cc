@@ -14,6 +14,7 @@
 #include <cstring>
 
 #include "base/error.h"
+#include "base/limits.h"
 #include "base/text.h"
 #include "bootstrap/attempt.h"
 #include "transport/tcp/handshake.h"
@@ -110,7 +111,7 @@ bool sendPacket(const Fd& socket, const std::string& bytes, const std::vector<in
   }
   // The socket does not block; its buffer may be full for a moment, when the table of a large group
   // goes out faster than the peer reads it.
-  const Nanos deadline = deadlineIn(AttemptClock::kDeafTime);
+  const Nanos deadline = deadlineIn(limits::kDeaf);
   for (;;) {
     if (sendmsg(socket.get(), &message, MSG_NOSIGNAL) == static_cast<ssize_t>(bytes.size()))
       return true;

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/limits.h"
 #include "base/text.h"
 #include "transport/tcp/handshake.h"
 #include "transport/tcp/stream.h"
@@ -14,12 +15,7 @@
 #include "transport/wait_guard.h"
 
 namespace ringreduce {
-namespace {
-
-// How long a rank that leaves waits at most until the others know.
-constexpr Nanos kFlushTime = 5 * kSecond;
-
-}  // namespace
+namespace {}  // namespace
 
 Network::Network(std::unique_ptr<HostLinks> links)
     : links_(std::move(links)),
@@ -179,7 +175,7 @@ void Network::handOver(void (*poll)(), Nanos timeout) {
 }
 
 void Network::leaveWithin(Nanos longest) {
-  leave_by_ = deadlineIn(std::min(longest, kFlushTime));
+  leave_by_ = deadlineIn(std::min(longest, limits::kFlush));
 }
 
 void Network::leave() {

@@ -8,17 +8,12 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/limits.h"
 #include "base/text.h"
 
 namespace ringreduce {
 namespace {
 
-// How long the others wait for a rank that cannot be reached and may come to the store: it may
-// belong to a larger side of a cut.  They do not wait if most ranks have come and cannot reach it.
-constexpr Nanos kSilentGrace = kSecond;
-// How much longer a rank may take that was stopped and runs again at the deadline; and how much
-// longer than the rank that proposes the others wait.
-constexpr Nanos kTimeToGoOn = 5 * kSecond, kGrace = 3 * kSecond;
 constexpr Nanos kShortestNap = 100 * kMicrosecond, kLongestNap = 20 * kMillisecond;
 
 bool contains(const std::vector<int>& ranks, int rank) {
@@ -131,7 +126,7 @@ bool Recovery::mayPropose(const Watch& watch, const std::map<int, Standing>& cam
         came, [&](const auto& one) { return contains(one.second.unreachable, rank); }));
     silent = silent || (sight == Sight::kSilent && 2 * cut_off <= members_.size());
   }
-  return late.empty() && (!silent || waited >= kSilentGrace);
+  return late.empty() && (!silent || waited >= limits::kUnreachable);
 }
 
 Plan Recovery::agree(Standing own, const Watch& watch, Nanos timeout) {
@@ -169,7 +164,7 @@ Plan Recovery::agree(Standing own, const Watch& watch, Nanos timeout) {
         return adopt(store_->setOnce(plan_key, out.str()));
       }
     }
-    if (now() - began >= timeout + kTimeToGoOn + (proposes ? 0 : kGrace)) {
+    if (now() - began >= timeout + limits::kTimeToGoOn + (proposes ? 0 : limits::kProposal)) {
       if (!proposes) late = {*first};
       const Error error(Failure::kTimeout, watch.nameLate(late) + " within " + seconds(timeout),
                         {.rank = options_.shownAs(late.front())});

@@ -9,14 +9,13 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/limits.h"
 #include "bootstrap/attempt.h"
 #include "bootstrap/topology.h"
 
 namespace ringreduce {
 namespace {
 
-// After an epoch could not be made: how long a rank looks for a lost one that explains it.
-constexpr Nanos kLossNewsTime = 2 * kSecond;
 // How often ranks that are all there try in vain.
 constexpr int kMostFruitless = 4;
 
@@ -245,7 +244,7 @@ bool Survivors::makeNextEpoch(const Recovery::Watch& watch, const Call& call, Na
   } catch (const Error& error) {
     if (error.kind() == Failure::kAborted) throw;
     // The news of another loss may be on its way.
-    for (const Nanos until = deadlineIn(kLossNewsTime); firstLost() == members.end();) {
+    for (const Nanos until = deadlineIn(limits::kLossNews); firstLost() == members.end();) {
       watch.poll();
       if (now() >= until) {
         if (++fruitless == kMostFruitless) throw;

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "base/limits.h"
 #include "base/op_signature.h"
 #include "base/text.h"
 #include "bootstrap/process.h"
@@ -20,23 +21,10 @@
 namespace ringreduce {
 namespace {
 
-// After a connection ended: how long a wait gives the control ring to say why.
-constexpr Nanos kNewsTime = 600 * kMillisecond;
-// The same for a connection for messages, which ends when its rank leaves or fails: that news has
-// to go round the ring.
-constexpr Nanos kExplainedTime = 2 * kSecond;
-// How long a rank waits for what the others say, before it blames one.
-constexpr Nanos kCensus = kAnswersWithin;
-// Between hosts: how long a rank that found a mismatch collects the calls of the others, and the
-// time between its questions, since a rank that has just arrived has more to tell.
-constexpr Nanos kRemoteCensus = kSecond, kCensusPeriod = 50 * kMillisecond;
+constexpr Nanos kCensusPeriod = 50 * kMillisecond;                  // between questions about calls
 constexpr Nanos kMostError = std::numeric_limits<uint32_t>::max();  // that is announced
 // How long a rank reads bytes that have arrived already, before it trusts its view of the others.
 constexpr Nanos kReadTime = 20 * kMillisecond;
-// How long a killed process may take to end, and how much time an operation has after a loss.
-constexpr Nanos kTimeToGoOn = 5 * kSecond;
-// How long a rank may take to answer at the deadline of another, until it is left out.
-constexpr Nanos kAnswerTime = 2 * kSecond;
 
 void sleepMillisecond() {
   std::this_thread::sleep_for(std::chrono::milliseconds(1));
@@ -87,7 +75,7 @@ void Arbiter::begin(const OpSignature& operation, Nanos timeout, bool in_users_t
   check();
   has_more_time_ = false;
   // Before the log names ranks that are late.
-  next_question_ = std::min(wait_.started() + kSecond, wait_.nextReport() - kCensus);
+  next_question_ = std::min(wait_.started() + kSecond, wait_.nextReport() - limits::kAnswer);
   peers_.setAwaitedRank(-1);
   if (channel_) return peers_.record(rank_, operation.sequence, current_);
   RankPage& own = page(rank_);
@@ -226,7 +214,7 @@ Facts Arbiter::factsOf(int culprit, int reporter, bool is_final) const {
 // Between hosts: whether it has not answered for a while, as a process that runs does, whatever it
 // computes.
 bool Arbiter::isSilent(int rank) const {
-  return now() - std::max<Nanos>(peers_.lastHeard(rank), wait_.started()) > 2 * kSecond;
+  return now() - std::max<Nanos>(peers_.lastHeard(rank), wait_.started()) > limits::kSilent;
 }
 
 void Arbiter::poll(int rank, Ready ready) {
@@ -259,7 +247,7 @@ void Arbiter::poll(int rank, Ready ready) {
       for (const int r : late.ranks)
         if (peers_.isStopped(r) || isSilent(r)) fail(Failure::kPeerLost, r, text);
       if (!std::exchange(has_more_time_, true)) {  // it may have been stopped until now
-        wait_.extend(time + kTimeToGoOn);
+        wait_.extend(time + limits::kTimeToGoOn);
         return;
       }
     }
@@ -309,7 +297,7 @@ void Arbiter::goOnWithout(int rank) {
   if (left < min_ranks_)
     failLost(rank, when + "; " + std::to_string(left) + (left == 1 ? " rank is" : " ranks are") +
                        " left, and min_ranks is " + std::to_string(min_ranks_));
-  wait_.extend(deadlineIn(std::min(wait_.timeout(), kTimeToGoOn)));
+  wait_.extend(deadlineIn(std::min(wait_.timeout(), limits::kTimeToGoOn)));
   if (peers_.known(rank).isLost()) leaveOut(page(rank));
   peers_.setAbsent(rank);
   if (peers_.live().front() != rank_) return;  // one line is enough
@@ -346,12 +334,12 @@ bool Arbiter::evict(int waited_for, const std::vector<int>& late, Ready ready) {
     return ranks.size() < lost.size() + static_cast<size_t>(min_ranks_);
   };
   bool killed = false, left_out = false;
-  for (; !failed() && now() < began + kTimeToGoOn; sleepMillisecond()) {
+  for (; !failed() && now() < began + limits::kTimeToGoOn; sleepMillisecond()) {
     if (ready()) return true;
     if (std::ranges::any_of(ranks,
                             [&](int r) { return r != rank_ && !peers_.stateOf(r).isHere(); }))
       return true;
-    if (!killed && now() >= began + kCensus) {
+    if (!killed && now() >= began + limits::kAnswer) {
       killed = true;
       const std::vector<int> stopped =
           too_many(peers_.stoppedOf(ranks)) ? std::vector<int>() : peers_.stoppedOf(late);
@@ -361,7 +349,7 @@ bool Arbiter::evict(int waited_for, const std::vector<int>& late, Ready ready) {
         kill(peers_.processOf(r).pidfd);
       }
     }
-    if (left_out || now() < began + kAnswerTime) continue;
+    if (left_out || now() < began + limits::kAnswerAtDeadline) continue;
     left_out = true;
     std::vector<int> silent;
     for (size_t i = 0; i < ranks.size(); ++i)
@@ -400,14 +388,15 @@ void Arbiter::askNowAndThen() {
 // The rank that this one waits for may be healthy and wait for a lost rank.
 void Arbiter::idle(Ready ready) {
   for (int r = 0; r < size_ && channel_; ++r) {
-    if (!peers_.known(r).isLost() || now() - peers_.lostSince(r) < kNewsTime || ready()) continue;
+    if (!peers_.known(r).isLost() || now() - peers_.lostSince(r) < limits::kNews || ready())
+      continue;
     broken(r, kProcessEnded);
   }
 }
 
 void Arbiter::broken(int rank, const std::string& how) {
   // The control ring is about to say more.
-  for (const Nanos until = deadlineIn(kNewsTime);
+  for (const Nanos until = deadlineIn(limits::kNews);
        !failed() && peers_.stateOf(rank).isHere() && now() < until;)
     sleepMillisecond();
   check();
@@ -460,7 +449,7 @@ void Arbiter::disagree(int sender, int receiver, uint64_t sent, uint64_t expecte
 
 void Arbiter::refreshProgress() const {
   if (!channel_) return check();
-  const Nanos asked = now(), until = asked + kCensus;
+  const Nanos asked = now(), until = asked + limits::kAnswer;
   channel_->askForProgress();
   const auto all_answered = [&] {
     for (int r = 0; r < size_; ++r)
@@ -477,7 +466,7 @@ void Arbiter::refreshProgress() const {
 void Arbiter::mismatch(int other, const OpSignature* sent, uint64_t about) {
   // Ask for the others' calls: the largest party is right (health/blame.h).  They may disagree
   // about this operation, or about one in which this rank did not wait.
-  const Nanos until = deadlineIn(channel_ ? kRemoteCensus : kCensus);
+  const Nanos until = deadlineIn(channel_ ? limits::kCalls : limits::kAnswer);
   const uint64_t first = std::min(
       about, current_.sequence - std::min(current_.sequence, kAnnouncements - kMaxSlots - 1));
   const bool losses_allowed = channel_ || on_loss_ == OnLoss::kIsAbsent;
@@ -522,7 +511,7 @@ void Arbiter::onDisconnect(int rank, const std::string& how, bool damaged) {
   wakeAll();
   if (!peers_.recordDisconnect(rank)) return;
   // Both ranks may be healthy, and the network between them broken: no other rank sees that.
-  channel_->callLater(damaged ? 0 : kExplainedTime, [this, rank, how] {
+  channel_->callLater(damaged ? 0 : limits::kNewsOfRing, [this, rank, how] {
     if (!peers_.known(rank).isHere() || peers_.known(rank_).declared == Declared::kGone) return;
     decide({.kind = Failure::kPeerLost,
             .culprit = rank,

@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "base/limits.h"
 #include "base/text.h"
 #include "health/clock_offset.h"
 #include "health/control_frames.h"
@@ -336,9 +337,6 @@ void ControlNode::onDisconnect(const Link& link, int error, bool nonsense) {
 
 namespace {
 
-// How long after the first cut a second one may become known, in addition to a heartbeat.
-constexpr Nanos kSettle = 200 * kMillisecond;
-
 std::string textOf(Broken::How how) {
   if (how == Broken::How::kEnded) return kProcessEnded;
   if (how == Broken::How::kSilent) return "it answers nobody any more";
@@ -410,7 +408,7 @@ void ControlNode::onBroken(const Broken& broken, Connection* from) {
   if (broken.how == Broken::How::kUnreachable) {
     cuts_.insert(std::minmax(broken.reporter, broken.rank));
     reactor_->cancel(settling_);
-    settling_ = reactor_->at(now() + options_.heartbeat + kSettle,
+    settling_ = reactor_->at(now() + options_.heartbeat + limits::kSecondCut,
                              later([](ControlNode& ring) { ring.reportCut(); }));
     return;
   }

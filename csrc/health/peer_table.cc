@@ -6,6 +6,7 @@
 #include <chrono>
 #include <thread>
 
+#include "base/limits.h"
 #include "base/op_signature.h"
 #include "base/text.h"
 
@@ -94,7 +95,7 @@ bool PeerTable::isStopped(int rank) const {
 
 bool PeerTable::answers(int rank) const {
   if (!areMirrors()) return true;
-  const Nanos asked = now(), until = asked + kAnswersWithin;
+  const Nanos asked = now(), until = asked + limits::kAnswer;
   channel_->askForProgress(kNoOperation - 1);
   // Ranks do not repeat an answer at once.
   while (peer(rank).last_progress < asked - kSecond / 2 && now() < until)

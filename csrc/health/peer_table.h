@@ -27,9 +27,6 @@
 
 namespace ringreduce {
 
-// How long a process that runs takes at most to answer a question.
-inline constexpr Nanos kAnswersWithin = 300 * kMillisecond;
-
 // A rank, as known from the start.
 struct Seat {
   RankPage* page;

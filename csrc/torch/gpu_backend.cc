@@ -18,6 +18,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/limits.h"
 #include "base/text.h"
 #include "torch/arguments.h"
 #include "torch/errors.h"
@@ -110,8 +111,7 @@ constexpr Nanos kLook = 5 * kMillisecond;
 // The end of a wait for a GPU.  The watchdog comes first: of a call that is late at the same time,
 // it knows which rank to blame.
 Nanos withWatchdogsTurn(Nanos timeout) {
-  constexpr Nanos kTurn = 2 * kSecond;
-  return deadlineIn(timeout > kNever - kTurn ? kNever : timeout + kTurn);
+  return deadlineIn(timeout > kNever - limits::kVerdict ? kNever : timeout + limits::kVerdict);
 }
 
 Error stillBusy(const Group& group, const char* failed, c10::Device device, Nanos timeout) {

@@ -10,6 +10,7 @@
 
 #include "base/clock.h"
 #include "base/error.h"
+#include "base/limits.h"
 #include "base/text.h"
 #include "torch/errors.h"
 
@@ -18,10 +19,6 @@ namespace {
 
 // Between two looks: at first, and twice as long each time, up to this.
 constexpr std::chrono::milliseconds kRound{20}, kLongRound{640};
-// A lost rank's part of the calls under way may be done, and its end still on its way here.
-constexpr Nanos kGrace = 200 * kMillisecond;
-// NCCL may notice a lost rank before the group does.
-constexpr Nanos kVerdict = 2 * kSecond;
 
 // A Work of NCCL's, for which the group's error comes first.
 class InnerWork final : public c10d::Work {
@@ -79,7 +76,7 @@ void FailedGroup::check() const {
 }
 
 void FailedGroup::awaitFailure() const {
-  for (const Nanos end = now() + kVerdict; now() < end;) {
+  for (const Nanos end = now() + limits::kVerdict; now() < end;) {
     const auto group = group_.lock();
     if (!group || group->failed()) return;
     std::this_thread::sleep_for(kRound);
@@ -130,7 +127,7 @@ void InnerNccl::watch() {
         lost_since = 0;
       else if (lost_since == 0)
         lost_since = now();
-      else if (now() - lost_since >= kGrace)
+      else if (now() - lost_since >= limits::kLastWork)
         try {
           epoch->arbiter->failLost(static_cast<int>(lost - states.begin()),
                                    "while calls by NCCL may have been under way");

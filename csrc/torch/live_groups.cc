@@ -11,6 +11,7 @@
 
 #include "base/clock.h"
 #include "base/error.h"
+#include "base/limits.h"
 #include "bootstrap/attempt.h"
 #include "group/group.h"
 #include "torch/gpu_backend.h"
@@ -18,11 +19,6 @@
 
 namespace ringreduce {
 namespace {
-
-// How long the end of a process waits for changes that it ends.
-constexpr Nanos kExitGrace = 3 * kSecond;
-// How long a rank that goes on in another group waits for the others of the old one.
-constexpr Nanos kLeaveTime = kSecond;
 
 struct LiveGroups {
   struct Entry {
@@ -67,7 +63,7 @@ void shutdownAll() {
   for (const auto& entry : changes)
     if (const auto change = entry.lock()) change->end("its process exits");
   // They tell the other ranks.
-  for (const Nanos limit = deadlineIn(kExitGrace); now() < limit;) {
+  for (const Nanos limit = deadlineIn(limits::kExit); now() < limit;) {
     if (std::ranges::all_of(changes, [](const auto& entry) { return entry.expired(); })) break;
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
@@ -79,7 +75,7 @@ void shutdownAll() {
 
 void leave(Group& group) {
   try {
-    group.setTimeout(kLeaveTime);
+    group.setTimeout(limits::kLeave);
     group.shutdown();  // its works are told of its end
   } catch (const Error& error) {
     log("rank " + group.options().shown(group.rank()) + " leaves a group: " + error.what());

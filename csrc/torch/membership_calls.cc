@@ -15,6 +15,7 @@
 
 #include "base/clock.h"
 #include "base/error.h"
+#include "base/limits.h"
 #include "torch/arguments.h"
 #include "torch/backend.h"
 #include "torch/errors.h"
@@ -23,13 +24,6 @@
 #include "torch/torch_store.h"
 
 namespace ringreduce {
-namespace {
-
-// A rank may give up making a group that others have already, and tell them, so long after its
-// timeout.
-constexpr Nanos kLaterNews = 3 * kSecond / 2;
-
-}  // namespace
 
 // ---- what all changes have in common
 
@@ -230,7 +224,7 @@ Backend::WorkPtr Backend::reconfigure(const c10d::ReconfigureOptions& options) {
     within.attempt = change;
     const auto under_way = beginChange(change, ends);  // of a destroyed group: it tells the others
     const std::shared_ptr<Group> group = makeGroup(store, rank, size, std::move(within));
-    group->setTimeout(std::max<Nanos>(until - now(), 0) + kLaterNews);
+    group->setTimeout(std::max<Nanos>(until - now(), 0) + limits::kLaterNews);
     enter(group, store, std::move(made));
     group->setTimeout(nanosOf(options_->timeout));
     return c10::make_intrusive<WorkList>(rank_, std::vector<WorkPtr>());
@@ -294,7 +288,7 @@ void Backend::prepare(const std::string& place, const std::vector<int>& members,
     const auto store = c10::make_intrusive<c10d::PrefixStore>(place, store_);
     const std::shared_ptr<Group> group = makeGroup(store, rank_, size_, std::move(made));
     try {
-      group->setTimeout(std::max<Nanos>(until - now(), 0) + kLaterNews);
+      group->setTimeout(std::max<Nanos>(until - now(), 0) + limits::kLaterNews);
       group->run({.call = Barrier{}});  // a member may have failed to make it
       const std::lock_guard lock(group_mutex_);
       cancel->check();

@@ -23,6 +23,7 @@
 
 #include "base/error.h"
 #include "base/fd.h"
+#include "base/limits.h"
 #include "base/thread.h"
 
 namespace ringreduce {
@@ -30,9 +31,6 @@ namespace {
 
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
-// A rank connects for its next group within a shorter time after it left the last one, or else
-// finds no server and tries again until the next one listens.
-constexpr Nanos kUnused = 300 * kMillisecond;
 constexpr Nanos kLookPeriod = 20 * kMillisecond;
 // init_process_group puts this before the keys of the stores that it makes.
 constexpr char kMadeByTorch[] = "default_pg/";
@@ -169,7 +167,7 @@ class StoreKeeper {
   void watch(int port, int own, Nanos limit) {
     StorePtr last;  // its server ends without the lock
     std::unique_lock lock(mutex_);
-    for (Nanos used = now(); now() - used < kUnused && now() < limit;) {
+    for (Nanos used = now(); now() - used < limits::kStoreUnused && now() < limit;) {
       const auto period = std::chrono::nanoseconds(kLookPeriod);
       if (changed_.wait_for(lock, period, [&] { return stopping_; })) return;
       const PortUse use = useOf(port);

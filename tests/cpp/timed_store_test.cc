@@ -16,6 +16,7 @@
 #include <string>
 #include <thread>
 
+#include "base/limits.h"
 #include "check.h"
 #include "processes.h"
 #include "ranks.h"
@@ -54,7 +55,7 @@ class SlowStore final : public Store {
 };
 
 std::unique_ptr<TimedStore> timed(std::function<void()> before,
-                                  Nanos longest = TimedStore::kAnswerTime) {
+                                  Nanos longest = limits::kStoreAnswer) {
   return std::make_unique<TimedStore>(std::make_shared<SlowStore>(std::move(before)), "rank 1",
                                       longest);
 }

@@ -3,13 +3,11 @@
 #include <algorithm>
 #include <atomic>
 
+#include "base/limits.h"
 #include "cuda/kernels/ordering.h"
 
 namespace ringreduce::cuda {
 namespace {
-
-// A lost rank's work may still run on the GPU for a moment.
-constexpr Nanos kGrace = 200 * kMillisecond;
 
 void set(uint32_t& word, uint32_t value) {
   std::atomic_ref(word).store(value, std::memory_order_release);
@@ -108,7 +106,7 @@ int HostRanks::missingWord(const OpSignature& what) const {
 }
 
 Nanos HostRanks::lossPatience(bool came) const {
-  return came ? kGrace : 0;
+  return came ? limits::kLastWork : 0;
 }
 
 // Ends the waits of this rank's kernels and streams.  It is repeated, since a queued write of a

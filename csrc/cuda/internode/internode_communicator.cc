@@ -12,6 +12,7 @@
 
 #include "base/error.h"
 #include "base/fd.h"
+#include "base/limits.h"
 #include "cuda/communicator/call_order.h"
 #include "cuda/cuda_stream.h"
 #include "cuda/gpu_device.h"
@@ -170,9 +171,6 @@ namespace {
 
 // How long an abort waits for a call that is putting work into streams.
 constexpr Nanos kCallsEnd = 300 * kMillisecond;
-// How long the watchdog may take to name the rank to blame for what this rank noticed first, or to
-// report that none is known: longer than the patience of RemoteRanks::probe.
-constexpr Nanos kVerdict = 2 * kSecond;
 
 // The text of a group's error without the group, the rank that noticed it, and the advice.
 std::string causeOf(const std::string& text) {
@@ -201,7 +199,7 @@ void InterNodeCommunicator::State::checkHost() {
     host_group->checkHealth();
   } catch (const Error& error) {
     if (echo_since == 0) echo_since = now();
-    if (isEcho(error) && now() - echo_since < kVerdict) return;
+    if (isEcho(error) && now() - echo_since < limits::kVerdict) return;
     epoch->arbiter->fail(error.kind(), culpritOf(error), causeOf(error.what()));
   }
 }
@@ -347,7 +345,7 @@ void InterNodeCommunicator::State::finish(CallEnd& end, cudaStream_t stream) {
 void InterNodeCommunicator::State::awaitVerdict(const Error& why) {
   if (group->failed()) return;
   if (why.kind() != Failure::kPeerLost && !isEcho(why) && ncclError().empty()) return;
-  for (const Nanos end = deadlineIn(kVerdict); !group->failed() && now() < end;)
+  for (const Nanos end = deadlineIn(limits::kVerdict); !group->failed() && now() < end;)
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
 }
 

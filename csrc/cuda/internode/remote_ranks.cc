@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "base/error.h"
+#include "base/limits.h"
 #include "base/text.h"
 
 namespace ringreduce::cuda {
@@ -11,21 +12,12 @@ namespace {
 // An operation that takes this long makes this rank ask the others for their progress, and again
 // each time as long.
 constexpr Nanos kAskAfter = kSecond, kAskAgain = 100 * kMillisecond;
-// How long the answers may take before a rank is blamed for a timeout.
-constexpr Nanos kAnswers = 300 * kMillisecond;
-constexpr Nanos kSilent = 2 * kSecond;
-// A lost rank may have done its part of an operation before.
-constexpr Nanos kLossGrace = kSecond;
-// NCCL may report a lost rank before the group does, and only the group names it.
-constexpr Nanos kHearsay = 1500 * kMillisecond;
-// The reports of all ranks for one failure are spread over this time.
-constexpr Nanos kTurns = 300 * kMillisecond;
 
 }  // namespace
 
 // How long this rank lets others report first.
 Nanos RemoteRanks::turn() const {
-  return kTurns * group_.rank() / group_.size();
+  return limits::kTurns * group_.rank() / group_.size();
 }
 
 // Before the first report to the log, which names the ranks that are late.
@@ -47,7 +39,7 @@ void RemoteRanks::advance(uint64_t, const Operations& under_way) {
 }
 
 bool RemoteRanks::isSilent(int rank) const {
-  return now() - epoch_->peers().streamsOf(rank).second > kSilent;
+  return now() - epoch_->peers().streamsOf(rank).second > limits::kSilent;
 }
 
 uint64_t RemoteRanks::announcedBy(int rank) const {
@@ -84,7 +76,7 @@ std::optional<WatchedRanks::Late> RemoteRanks::findLate(const Operations& under_
     asked_at_ = time;
     epoch_->askForStreams(/*at_once=*/true);
   }
-  if (time - asked_at_ < kAnswers + turn() || differs_since_ != 0) return std::nullopt;
+  if (time - asked_at_ < limits::kAnswer + turn() || differs_since_ != 0) return std::nullopt;
   // A lost rank is about to be reported as such.
   if (!std::ranges::all_of(epoch_->peers().states(), &PeerState::isHere)) return std::nullopt;
   return Late{head.what, head.timeout};
@@ -116,7 +108,7 @@ WatchedRanks::Blame RemoteRanks::blameForDelay(const OpSignature& what, int) con
 }
 
 Nanos RemoteRanks::lossPatience(bool) const {
-  return turn() + (broken_since_ == 0 ? kLossGrace : 0);
+  return turn() + (broken_since_ == 0 ? limits::kLastWorkFar : 0);
 }
 
 void RemoteRanks::probe() {
@@ -127,7 +119,7 @@ void RemoteRanks::probe() {
     return;
   }
   if (broken_since_ == 0) broken_since_ = now();
-  if (now() - broken_since_ < kHearsay + turn()) return;
+  if (now() - broken_since_ < limits::kHearsay + turn()) return;
   // A lost rank is being reported.
   if (std::ranges::any_of(epoch_->peers().states(), &PeerState::isLost)) return;
   // The text names this rank's neighbours.

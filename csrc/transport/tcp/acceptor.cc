@@ -24,6 +24,7 @@
 #include "base/config.h"
 #include "base/error.h"
 #include "base/fd.h"
+#include "base/limits.h"
 #include "base/text.h"
 #include "transport/tcp/address.h"
 #include "transport/tcp/handshake.h"
@@ -114,8 +115,6 @@ size_t maxPending() {
 
 constexpr int kAcceptsPerTurn = 64;  // then other sockets are served
 constexpr Nanos kPause = 100 * kMillisecond;
-// A rank's first message has arrived by then, unless the machine is stuck.
-constexpr Nanos kTimeToHello = kSecond;
 constexpr size_t kMaxDeparted = 256;  // ranks that are remembered
 
 class ProcessAcceptor final : public Acceptor,
@@ -215,7 +214,7 @@ void ProcessAcceptor::acceptFrom(const Fd& listener) {
       case EMFILE:
       case ENFILE:
         if (const int error = errno;
-            !closeUnknown(std::generic_category().message(error), kTimeToHello))
+            !closeUnknown(std::generic_category().message(error), limits::kHello))
           return pauseListening(error);
         continue;
       case ENOBUFS:
@@ -256,7 +255,7 @@ void ProcessAcceptor::receive(Fd socket, const Address& from) {
   };
   pending_.push_back({.socket = std::move(socket),
                       .from = from,
-                      .until = deadlineIn(kHandshakeTime),
+                      .until = deadlineIn(limits::kHandshake),
                       .machine = Handshake::acceptor(find),
                       .output = {},
                       .events = EPOLLIN | EPOLLRDHUP,
@@ -277,7 +276,7 @@ void ProcessAcceptor::receive(Fd socket, const Address& from) {
 bool ProcessAcceptor::closeUnknown(const std::string& why, Nanos age) {
   const auto oldest = std::ranges::find_if(
       pending_, [](const PendingConnection& one) { return !one.machine.namedGroup(); });
-  if (oldest == pending_.end() || now() < oldest->until - kHandshakeTime + age) return false;
+  if (oldest == pending_.end() || now() < oldest->until - limits::kHandshake + age) return false;
   refuse(oldest, why);
   return true;
 }

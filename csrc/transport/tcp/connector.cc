@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/limits.h"
 #include "base/text.h"
 #include "base/thread.h"
 #include "transport/tcp/acceptor.h"
@@ -132,9 +133,6 @@ void Connector::run() {
 
 namespace {
 
-// How long the first round waits for an address that does not answer; each round doubles it.  Two
-// lost packets fit in.
-constexpr Nanos kFirstPatience = 4 * kSecond;
 constexpr Nanos kPollPeriod = 5 * kMillisecond;
 // Between rounds: a peer that closes connections is busy, or not ready yet.
 constexpr Nanos kFirstPause = 20 * kMillisecond, kLongestPause = 500 * kMillisecond;
@@ -231,7 +229,7 @@ class Dialling {
   std::unique_ptr<Tls> shakeHands(const Fd& fd, Nanos until) {
     const Nanos started = now();
     // Longer than the acceptor's own deadline, so that the acceptor ends it.
-    until = std::min(until, deadlineIn(kHandshakeTime + kSecond));
+    until = std::min(until, deadlineIn(limits::kHandshake + kSecond));
     Handshake machine = Handshake::dialler(self_, secret_);
     std::string output = machine.takeOutput();
     for (;;) {
@@ -315,7 +313,7 @@ Socket dial(const Endpoint& endpoint, const PeerHello& self, const Secret& secre
     attempts.push_back({.address = endpoint.addresses[(options.address % n + i) % n]});
 
   Dialling dialling(self, secret, options);
-  Nanos patience = kFirstPatience, pause = kFirstPause;
+  Nanos patience = limits::kFirstDial, pause = kFirstPause;
   const auto isOver = [](const Attempt& one) { return one.over; };
   for (;;) {
     for (auto one = attempts.begin(); one != attempts.end(); ++one) {

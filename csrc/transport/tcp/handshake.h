@@ -66,8 +66,6 @@ inline std::string_view bytesOf(const std::array<unsigned char, 32>& bytes) {
 enum class Purpose : uint8_t { kControl, kData, kMessages, kSurvey };
 inline constexpr int kPurposes = 4;
 
-inline constexpr Nanos kHandshakeTime = 5 * kSecond;  // an acceptor's limit for a handshake
-
 struct PeerHello {
   // The group's random id, by which an acceptor finds the secret: 16 hexadecimal digits.
   std::string group;

@@ -22,6 +22,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/limits.h"
 #include "transport/tcp/stream.h"
 
 namespace ringreduce {
@@ -146,8 +147,6 @@ constexpr uint64_t kManyLosses = 8, kLossBytes = 48 << 20;
 // thread is back.  On a long path, where one connection may be far slower than the others: no more
 // than it sends soon, or all would wait for it at the end.
 constexpr int kMostUnsentNear = 256 << 10, kMostUnsentFar = 64 << 10;
-// After this long without any bytes moved, a wait checks whether a lost rank is the cause.
-constexpr Nanos kIdle = kSecond / 2;
 // Bytes of buffers that are kept from one operation to the next.
 constexpr size_t kKeptBuffers = 64 << 20;
 
@@ -448,7 +447,7 @@ void TcpTransport::State::waitUntil(int r, const Ready ready) {
       idle_since = time;
     if (time >= next_check || guard.failed()) {
       checkPeers(r, ready, lost);
-      if (idle_since != 0 && time - idle_since >= kIdle) guard.idle(ready);
+      if (idle_since != 0 && time - idle_since >= limits::kIdle) guard.idle(ready);
       next_check = now() + kLongestSleep / 2;
     }
     if (moved)
