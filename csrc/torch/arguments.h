@@ -16,6 +16,7 @@
 #include "algorithm/cut.h"
 #include "base/clock.h"
 #include "base/dtype.h"
+#include "torch/torch_calls.h"
 
 namespace ringreduce {
 
@@ -91,8 +92,6 @@ class Staged {
 };
 
 // ---- arguments
-
-using Tensors = std::vector<at::Tensor>;
 
 // "rank" or "ring"; Python has refused all others.
 AddOrder orderNamed(const std::string& name);

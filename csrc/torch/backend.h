@@ -23,6 +23,7 @@
 #include "cuda/communicator/gpu_communicator.h"
 #include "group/group.h"
 #include "kernels/message.h"
+#include "torch/torch_calls.h"
 #include "torch/work.h"
 
 namespace ringreduce {
@@ -87,37 +88,14 @@ class Backend final : public c10d::Backend {
   c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
   void setTimeout(std::chrono::milliseconds timeout) override;
 
-  // ---- collectives (reduction_calls.cc, moving_calls.cc)
+  // ---- collectives and messages (reduction_calls.cc, moving_calls.cc)
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
-  using Tensors = std::vector<at::Tensor>;
-  WorkPtr allreduce(Tensors&, const c10d::AllreduceOptions&) override;
-  // The same for torch.ops.ringreduce (ops.cc), blocking.  It makes no Work, unless torch's
+  RINGREDUCE_DECLARE_CALLS
+  // all_reduce for torch.ops.ringreduce (ops.cc), blocking.  It makes no Work, unless torch's
   // profiler or hooks observe it.
   void runAllReduce(const at::Tensor& tensor, const c10d::AllreduceOptions& options);
-  WorkPtr allreduce_coalesced(Tensors&, const c10d::AllreduceCoalescedOptions&) override;
-  WorkPtr allreduce_sparse(Tensors&, const c10d::AllreduceOptions&) override;
-  WorkPtr reduce(Tensors&, const c10d::ReduceOptions&) override;
-  WorkPtr reduce_scatter(Tensors&, std::vector<Tensors>&,
-                         const c10d::ReduceScatterOptions&) override;
-  WorkPtr _reduce_scatter_base(at::Tensor&, at::Tensor&,
-                               const c10d::ReduceScatterOptions&) override;
-  WorkPtr reduce_scatter_tensor_coalesced(Tensors&, Tensors&,
-                                          const c10d::ReduceScatterOptions&) override;
-  WorkPtr broadcast(Tensors&, const c10d::BroadcastOptions&) override;
-  WorkPtr allgather(std::vector<Tensors>&, Tensors&, const c10d::AllgatherOptions&) override;
-  WorkPtr allgather_coalesced(std::vector<Tensors>&, Tensors&,
-                              const c10d::AllgatherOptions&) override;
-  WorkPtr _allgather_base(at::Tensor&, at::Tensor&, const c10d::AllgatherOptions&) override;
-  WorkPtr allgather_into_tensor_coalesced(Tensors&, Tensors&,
-                                          const c10d::AllgatherOptions&) override;
-  WorkPtr gather(std::vector<Tensors>&, Tensors&, const c10d::GatherOptions&) override;
   // Overrides a method that torch has since 2.14.
   WorkPtr gather_single(at::Tensor& output, at::Tensor& input, const c10d::GatherOptions&);
-  WorkPtr scatter(Tensors&, std::vector<Tensors>&, const c10d::ScatterOptions&) override;
-  WorkPtr alltoall_base(at::Tensor&, at::Tensor&, std::vector<int64_t>&, std::vector<int64_t>&,
-                        const c10d::AllToAllOptions&) override;
-  WorkPtr alltoall(Tensors&, Tensors&, const c10d::AllToAllOptions&) override;
-  WorkPtr barrier(const c10d::BarrierOptions&) override;
   void monitoredBarrier(const c10d::BarrierOptions&, bool wait_all_ranks) override;
 
   // The average over all ranks, in place, of one DDP bucket whose parameters have these
@@ -133,11 +111,6 @@ class Backend final : public c10d::Backend {
   // As averageBucket, of parameters that lie in the bucket as `parts` says; `last` of a step.
   BucketAverage averageBucket(const at::Tensor& bucket, Compression& compression,
                               std::vector<Part> parts, bool last, Context context);
-
-  // ---- point to point (moving_calls.cc)
-  WorkPtr send(Tensors&, int peer, int tag) override;
-  WorkPtr recv(Tensors&, int peer, int tag) override;
-  WorkPtr recvAnysource(Tensors&, int tag) override;
 
   // ---- the group itself
   // Calls between these two are started as they come, and waited for as one.

@@ -21,6 +21,7 @@
 #include "cuda/communicator/gpu_communicator.h"
 #include "group/group.h"
 #include "torch/staged_backend.h"
+#include "torch/torch_calls.h"
 #include "torch/work.h"
 
 namespace ringreduce {
@@ -45,7 +46,6 @@ class GpuBackend final : public c10d::Backend {
  public:
   using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
-  using Tensors = std::vector<at::Tensor>;
   // Makes the NCCL backend when it is first needed; null where it cannot start.
   using MakeNccl = std::function<BackendPtr()>;
   // Makes the communicator of a device, with all ranks, when it is first used.
@@ -57,38 +57,12 @@ class GpuBackend final : public c10d::Backend {
 
   const std::string getBackendName() const override { return "ringreduce"; }
 
-  // ---- native
-  WorkPtr allreduce(Tensors&, const c10d::AllreduceOptions&) override;
-  WorkPtr allreduce_coalesced(Tensors&, const c10d::AllreduceCoalescedOptions&) override;
-  WorkPtr reduce_scatter(Tensors&, std::vector<Tensors>&,
-                         const c10d::ReduceScatterOptions&) override;
-  WorkPtr _reduce_scatter_base(at::Tensor&, at::Tensor&,
-                               const c10d::ReduceScatterOptions&) override;
-  WorkPtr reduce_scatter_tensor_coalesced(Tensors&, Tensors&,
-                                          const c10d::ReduceScatterOptions&) override;
-  WorkPtr broadcast(Tensors&, const c10d::BroadcastOptions&) override;
-  WorkPtr allgather(std::vector<Tensors>&, Tensors&, const c10d::AllgatherOptions&) override;
-  WorkPtr allgather_coalesced(std::vector<Tensors>&, Tensors&,
-                              const c10d::AllgatherOptions&) override;
-  WorkPtr _allgather_base(at::Tensor&, at::Tensor&, const c10d::AllgatherOptions&) override;
-  WorkPtr allgather_into_tensor_coalesced(Tensors&, Tensors&,
-                                          const c10d::AllgatherOptions&) override;
+  // Those that the communicator performs, and then the other backend's (gpu_calls.cc).  A barrier
+  // is NCCL's: for groups over several hosts.
+  RINGREDUCE_DECLARE_CALLS
   // The average over all ranks, in place, of one DDP bucket.
   BucketAverage averageBucket(const at::Tensor& bucket, uint64_t borders, Context context,
                               bool registers);
-
-  // ---- the other backend's
-  WorkPtr allreduce_sparse(Tensors&, const c10d::AllreduceOptions&) override;
-  WorkPtr reduce(Tensors&, const c10d::ReduceOptions&) override;
-  WorkPtr gather(std::vector<Tensors>&, Tensors&, const c10d::GatherOptions&) override;
-  WorkPtr scatter(Tensors&, std::vector<Tensors>&, const c10d::ScatterOptions&) override;
-  WorkPtr alltoall_base(at::Tensor&, at::Tensor&, std::vector<int64_t>&, std::vector<int64_t>&,
-                        const c10d::AllToAllOptions&) override;
-  WorkPtr alltoall(Tensors&, Tensors&, const c10d::AllToAllOptions&) override;
-  WorkPtr send(Tensors&, int peer, int tag) override;
-  WorkPtr recv(Tensors&, int peer, int tag) override;
-  WorkPtr recvAnysource(Tensors&, int tag) override;
-  WorkPtr barrier(const c10d::BarrierOptions&) override;  // NCCL's: for groups over several hosts
 
   void startCoalescing() override;
   WorkPtr endCoalescing() override;

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "group/group.h"
+#include "torch/torch_calls.h"
 #include "torch/work.h"
 
 namespace ringreduce {
@@ -54,8 +55,6 @@ class InnerNccl final : public c10d::Backend {
  public:
   using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
-  using Tensors = std::vector<at::Tensor>;
-  using Lists = std::vector<Tensors>;
 
   InnerNccl(BackendPtr nccl, const std::shared_ptr<Group>& group,
             std::shared_ptr<Observer> observer);
@@ -63,30 +62,17 @@ class InnerNccl final : public c10d::Backend {
 
   const std::string getBackendName() const override { return nccl_->getBackendName(); }
 
-#define RINGREDUCE_PASS_ON(name, Out, In, Options)                                \
+#define RINGREDUCE_PASS_ON(name, Out, In, Options, type, title)                   \
   WorkPtr name(Out& outputs, In& inputs, const c10d::Options& options) override { \
     return start([&] { return nccl_->name(outputs, inputs, options); });          \
   }
-  RINGREDUCE_PASS_ON(allgather, Lists, Tensors, AllgatherOptions)
-  RINGREDUCE_PASS_ON(_allgather_base, at::Tensor, at::Tensor, AllgatherOptions)
-  RINGREDUCE_PASS_ON(allgather_coalesced, Lists, Tensors, AllgatherOptions)
-  RINGREDUCE_PASS_ON(allgather_into_tensor_coalesced, Tensors, Tensors, AllgatherOptions)
-  RINGREDUCE_PASS_ON(gather, Lists, Tensors, GatherOptions)
-  RINGREDUCE_PASS_ON(scatter, Tensors, Lists, ScatterOptions)
-  RINGREDUCE_PASS_ON(reduce_scatter, Tensors, Lists, ReduceScatterOptions)
-  RINGREDUCE_PASS_ON(_reduce_scatter_base, at::Tensor, at::Tensor, ReduceScatterOptions)
-  RINGREDUCE_PASS_ON(reduce_scatter_tensor_coalesced, Tensors, Tensors, ReduceScatterOptions)
-  RINGREDUCE_PASS_ON(alltoall, Tensors, Tensors, AllToAllOptions)
+  RINGREDUCE_CALLS_FROM_TO(RINGREDUCE_PASS_ON)
 #undef RINGREDUCE_PASS_ON
-#define RINGREDUCE_PASS_ON(name, Options)                                 \
+#define RINGREDUCE_PASS_ON(name, Options, type, title)                    \
   WorkPtr name(Tensors& tensors, const c10d::Options& options) override { \
     return start([&] { return nccl_->name(tensors, options); });          \
   }
-  RINGREDUCE_PASS_ON(broadcast, BroadcastOptions)
-  RINGREDUCE_PASS_ON(allreduce, AllreduceOptions)
-  RINGREDUCE_PASS_ON(allreduce_sparse, AllreduceOptions)
-  RINGREDUCE_PASS_ON(allreduce_coalesced, AllreduceCoalescedOptions)
-  RINGREDUCE_PASS_ON(reduce, ReduceOptions)
+  RINGREDUCE_CALLS_IN_PLACE(RINGREDUCE_PASS_ON)
 #undef RINGREDUCE_PASS_ON
   WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
                         std::vector<int64_t>& input_splits,

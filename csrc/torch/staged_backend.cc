@@ -10,11 +10,13 @@
 
 #include <mutex>
 #include <optional>
+#include <type_traits>
 #include <utility>
 
 #include "base/error.h"
 #include "torch/arguments.h"
 #include "torch/errors.h"
+#include "torch/torch_calls.h"
 #include "torch/work.h"
 
 namespace ringreduce {
@@ -197,27 +199,19 @@ class StagedBackend final : public c10d::Backend {
 
   const std::string getBackendName() const override { return "ringreduce"; }
 
-  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
-    return onOne(c10d::OpType::ALLREDUCE, "all_reduce", &c10d::Backend::allreduce, tensors,
-                 Use::kBoth, options);
+#define RINGREDUCE_STAGE(name, Out, In, Options, type, title)                                 \
+  WorkPtr name(Out& outputs, In& inputs, const c10d::Options& options) override {             \
+    return fromTo(c10d::OpType::type, title, &c10d::Backend::name, outputs, inputs, options); \
   }
-  WorkPtr allreduce_coalesced(Tensors& tensors,
-                              const c10d::AllreduceCoalescedOptions& options) override {
-    return onOne(c10d::OpType::ALLREDUCE_COALESCED, "all_reduce_coalesced",
-                 &c10d::Backend::allreduce_coalesced, tensors, Use::kBoth, options);
+  RINGREDUCE_CALLS_FROM_TO(RINGREDUCE_STAGE)
+#undef RINGREDUCE_STAGE
+#define RINGREDUCE_STAGE(name, Options, type, title)                                       \
+  WorkPtr name(Tensors& tensors, const c10d::Options& options) override {                  \
+    return onOne(c10d::OpType::type, title, &c10d::Backend::name, tensors, useBy(options), \
+                 options);                                                                 \
   }
-  WorkPtr allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) override {
-    return onOne(c10d::OpType::_ALLREDUCE_SPARSE, "sparse all_reduce",
-                 &c10d::Backend::allreduce_sparse, tensors, Use::kBoth, options);
-  }
-  WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
-    return onOne(c10d::OpType::REDUCE, "reduce", &c10d::Backend::reduce, tensors,
-                 options.rootRank == cpu_.getRank() ? Use::kBoth : Use::kRead, options);
-  }
-  WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
-    return onOne(c10d::OpType::BROADCAST, "broadcast", &c10d::Backend::broadcast, tensors,
-                 options.rootRank == cpu_.getRank() ? Use::kRead : Use::kWrite, options);
-  }
+  RINGREDUCE_CALLS_IN_PLACE(RINGREDUCE_STAGE)
+#undef RINGREDUCE_STAGE
   WorkPtr send(Tensors& tensors, int peer, int tag) override {
     return onOne(c10d::OpType::SEND, "send", &c10d::Backend::send, tensors, Use::kRead, peer, tag);
   }
@@ -228,60 +222,11 @@ class StagedBackend final : public c10d::Backend {
     return onOne(c10d::OpType::RECVANYSOURCE, "recv", &c10d::Backend::recvAnysource, tensors,
                  Use::kWrite, tag);
   }
-  WorkPtr reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
-                         const c10d::ReduceScatterOptions& options) override {
-    return fromTo(c10d::OpType::REDUCE_SCATTER, "reduce_scatter", &c10d::Backend::reduce_scatter,
-                  outputs, inputs, options);
-  }
-  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
-                               const c10d::ReduceScatterOptions& options) override {
-    return fromTo(c10d::OpType::_REDUCE_SCATTER_BASE, "reduce_scatter_tensor",
-                  &c10d::Backend::_reduce_scatter_base, output, input, options);
-  }
-  WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
-                                          const c10d::ReduceScatterOptions& options) override {
-    return fromTo(c10d::OpType::COALESCED, "reduce_scatter_tensor_coalesced",
-                  &c10d::Backend::reduce_scatter_tensor_coalesced, outputs, inputs, options);
-  }
-  WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs,
-                    const c10d::AllgatherOptions& options) override {
-    return fromTo(c10d::OpType::ALLGATHER, "all_gather", &c10d::Backend::allgather, outputs, inputs,
-                  options);
-  }
-  WorkPtr allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
-                              const c10d::AllgatherOptions& options) override {
-    return fromTo(c10d::OpType::ALLGATHER_COALESCED, "all_gather_coalesced",
-                  &c10d::Backend::allgather_coalesced, outputs, inputs, options);
-  }
-  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input,
-                          const c10d::AllgatherOptions& options) override {
-    return fromTo(c10d::OpType::_ALLGATHER_BASE, "all_gather_into_tensor",
-                  &c10d::Backend::_allgather_base, output, input, options);
-  }
-  WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
-                                          const c10d::AllgatherOptions& options) override {
-    return fromTo(c10d::OpType::COALESCED, "all_gather_into_tensor_coalesced",
-                  &c10d::Backend::allgather_into_tensor_coalesced, outputs, inputs, options);
-  }
-  WorkPtr gather(std::vector<Tensors>& outputs, Tensors& inputs,
-                 const c10d::GatherOptions& options) override {
-    return fromTo(c10d::OpType::GATHER, "gather", &c10d::Backend::gather, outputs, inputs, options);
-  }
-  WorkPtr scatter(Tensors& outputs, std::vector<Tensors>& inputs,
-                  const c10d::ScatterOptions& options) override {
-    return fromTo(c10d::OpType::SCATTER, "scatter", &c10d::Backend::scatter, outputs, inputs,
-                  options);
-  }
   WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
                         std::vector<int64_t>& input_splits,
                         const c10d::AllToAllOptions& options) override {
     return fromTo(c10d::OpType::ALLTOALL_BASE, "all_to_all_single", &c10d::Backend::alltoall_base,
                   output, input, output_splits, input_splits, options);
-  }
-  WorkPtr alltoall(Tensors& outputs, Tensors& inputs,
-                   const c10d::AllToAllOptions& options) override {
-    return fromTo(c10d::OpType::ALLTOALL, "all_to_all", &c10d::Backend::alltoall, outputs, inputs,
-                  options);
   }
 
   // Every call is started by itself, as it comes.
@@ -298,6 +243,17 @@ class StagedBackend final : public c10d::Backend {
   }
 
  private:
+  // What this rank's tensors of a call in place are for.
+  template <class Options>
+  Use useBy(const Options& options) const {
+    if constexpr (std::is_same_v<Options, c10d::ReduceOptions>)
+      return options.rootRank == cpu_.getRank() ? Use::kBoth : Use::kRead;
+    else if constexpr (std::is_same_v<Options, c10d::BroadcastOptions>)
+      return options.rootRank == cpu_.getRank() ? Use::kRead : Use::kWrite;
+    else
+      return Use::kBoth;
+  }
+
   // `call` makes the copies and starts the CPU's call on them.
   template <class Call>
   WorkPtr run(c10d::OpType type, const char* name, Call&& call) {
