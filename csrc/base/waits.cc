@@ -26,11 +26,20 @@ Waits& process_waits = Waits::makeOfProcess();
 
 std::shared_ptr<Waits::Group> Waits::makeGroup(std::vector<int> ranks) {
   std::ranges::sort(ranks);
+  const auto isOver = [](const std::weak_ptr<Group>& group) { return group.expired(); };
   const std::lock_guard lock(mutex_);
-  std::erase_if(groups_, [](const auto& group) { return group.expired(); });
+  std::erase_if(groups_, isOver);
   // Its ranks meet here.
   auto group = std::make_shared<Group>(++last_id_, std::move(ranks), monotonicNow());
   groups_.push_back(group);
+  for (const auto& one : groups_) {
+    const std::shared_ptr<Group> known = one.lock();
+    if (!known) continue;
+    if (std::ranges::includes(known->ranks, group->ranks)) group->around.push_back(known);
+    if (known == group || !std::ranges::includes(group->ranks, known->ranks)) continue;
+    std::erase_if(known->around, isOver);
+    known->around.push_back(group);
+  }
   return group;
 }
 
@@ -41,20 +50,39 @@ void Waits::add(const Wait& wait) {
                 std::memory_order_release);
 }
 
-Waits::Reason Waits::search(std::span<const int> ranks, Nanos since, Nanos called) const {
+Waits::Reason Waits::searchAround(const Group& of, Nanos since, Nanos called) const {
+  std::vector<uint32_t> common;
+  const std::lock_guard lock(mutex_);
+  for (const auto& one : of.around) {
+    const std::shared_ptr<Group> group = one.lock();
+    if (!group) continue;
+    common.push_back(group->id);
+    since = std::max(since, group->met.load(std::memory_order_relaxed));
+  }
+  return search(common, since, called);
+}
+
+Waits::Reason Waits::searchAround(int rank, int peer, Nanos since, Nanos called) const {
+  std::vector<uint32_t> common;
+  const std::lock_guard lock(mutex_);
+  for (const auto& one : groups_) {
+    const std::shared_ptr<Group> group = one.lock();
+    if (!group || !std::ranges::binary_search(group->ranks, rank) ||
+        !std::ranges::binary_search(group->ranks, peer))
+      continue;
+    common.push_back(group->id);
+    since = std::max(since, group->met.load(std::memory_order_relaxed));
+  }
+  return search(common, since, called);
+}
+
+// `common`: groups of all ranks of the operation.
+Waits::Reason Waits::search(std::span<const uint32_t> common, Nanos since, Nanos called) const {
   struct Sum {
     Reason reason;
     Nanos waited = 0, longest = 0, covered_from = kNever;
   };
   std::vector<Sum> sums;
-  std::vector<uint32_t> common;  // groups of all these ranks
-  const std::lock_guard lock(mutex_);
-  for (const auto& known : groups_) {
-    const std::shared_ptr<Group> group = known.lock();
-    if (!group || !std::ranges::includes(group->ranks, ranks)) continue;
-    common.push_back(group->id);
-    since = std::max(since, group->met.load(std::memory_order_relaxed));
-  }
   const uint64_t kept = std::min<uint64_t>(added_, kept_.size());
   for (uint64_t i = 1; i <= kept; ++i) {
     const Wait& wait = kept_[(added_ - i) % kept_.size()];

@@ -30,6 +30,8 @@ class Waits {
     const uint32_t id;
     const std::vector<int> ranks;  // by their numbers in errors, ascending
     std::atomic<Nanos> met;        // when this rank came to the latest of these operations
+    // Itself and those that have all its ranks.  With the mutex held.
+    std::vector<std::weak_ptr<Group>> around;
   };
   struct Wait {
     Nanos from, until;
@@ -54,16 +56,22 @@ class Waits {
   // From any thread.
   void add(const Wait& wait);
 
-  // For an operation of these ranks, ascending, that was called at `called`, where the one before
-  // it began at `since`: the rank that this process waited for longest between the two, and since
-  // it met all of them in a larger group.
-  Reason reason(std::span<const int> ranks, Nanos since, Nanos called) const {
-    return anySince(since) ? search(ranks, since, called) : Reason{};
+  // For an operation of a group that was called at `called`, where the one before it began at
+  // `since`: the rank that this process waited for longest between the two, and since it met all of
+  // its ranks in a larger group.
+  Reason reason(const Group& of, Nanos since, Nanos called) const {
+    return anySince(since) ? searchAround(of, since, called) : Reason{};
+  }
+  // The same for a message between two ranks.
+  Reason reason(int rank, int peer, Nanos since, Nanos called) const {
+    return anySince(since) ? searchAround(rank, peer, since, called) : Reason{};
   }
   bool anySince(Nanos since) const { return latest_.load(std::memory_order_acquire) > since; }
 
  private:
-  Reason search(std::span<const int> ranks, Nanos since, Nanos called) const;
+  Reason searchAround(const Group& of, Nanos since, Nanos called) const;
+  Reason searchAround(int rank, int peer, Nanos since, Nanos called) const;
+  Reason search(std::span<const uint32_t> common, Nanos since, Nanos called) const;
 
   mutable std::mutex mutex_;
   std::vector<std::weak_ptr<Group>> groups_;

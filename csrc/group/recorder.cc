@@ -52,13 +52,6 @@ Recorder::Recorder(OfMessages, const Recorder& of_group)
   for (size_t r = 0; r < shown_.size(); ++r) waited_[r].rank = shown_[r];
 }
 
-Waits::Reason Recorder::reason(int rank, int peer, Nanos since, Nanos called) const {
-  if (!waits_.anySince(since)) return {};
-  std::array<int, 2> ranks{shown_[static_cast<size_t>(rank)], shown_[static_cast<size_t>(peer)]};
-  std::ranges::sort(ranks);
-  return waits_.reason(ranks, since, called);
-}
-
 void Recorder::Frees::operator()(Slot* slots) const {
   std::free(slots);
 }

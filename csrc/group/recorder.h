@@ -123,10 +123,13 @@ class Recorder {
   // Why this rank comes no sooner to an operation that was called at `called`.
   Waits::Reason reason(Nanos called) const {
     const Nanos since = std::max(last_, group_->met.load(std::memory_order_relaxed));
-    return waits_.reason(group_->ranks, since, called);
+    return waits_.reason(*group_, since, called);
   }
   // The same of a message between two ranks, where the one before was called at `since`.
-  Waits::Reason reason(int rank, int peer, Nanos since, Nanos called) const;
+  Waits::Reason reason(int rank, int peer, Nanos since, Nanos called) const {
+    return waits_.reason(shown_[static_cast<size_t>(rank)], shown_[static_cast<size_t>(peer)],
+                         since, called);
+  }
   // This rank has come to an operation; `by_all`: for which all wait.
   void meet(Nanos arrived, bool by_all) {
     last_ = arrived;
