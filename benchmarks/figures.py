@@ -222,24 +222,27 @@ def measure(names: Sequence[str], visits: int | None, results: Path) -> tuple[di
 
 def write_results(path: Path, document: dict[str, Any]) -> None:
     """Writes what the visits found; what all reports say of the machine once."""
+    from ringreduce.core.files import replacing
+
     suites = [suite_of(one["found"]) for one in document["visits"]]
     every = [report for suite in suites for report in suite]
     same = {
         key: every[0][key]
         for key in ("machine", "library")
-        if every and all(report.get(key) == every[0][key] for report in every)
+        if every and all(key in one and one[key] == every[0].get(key) for one in every)
     }
-    lines = [{key: value for key, value in document.items() if key != "visits"}]
+    lines: list[dict[str, Any]] = [document | {"visits": len(document["visits"])}]
     lines[0] |= {"reports": same} if same else {}
     for one, suite in zip(document["visits"], suites, strict=True):
         found = one["found"]
         if suite:
             found = {key: value for key, value in found.items() if key != "reports"}
-        lines.append(one | {"found": found})
+        lines.append(one | {"found": found} | ({"reports": len(suite)} if suite else {}))
         for report in suite:
             own = {key: value for key, value in report.items() if key not in same}
             lines.append({"report": own})
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with replacing(path) as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
 
 
 def suite_of(found: Any) -> list[dict[str, Any]]:
@@ -256,14 +259,17 @@ def read_results(folder: Path) -> dict[str, Any]:
         try:
             head, *lines = map(json.loads, path.read_text().splitlines())
             same, visits = head.pop("reports", {}), []
-            for line in lines:
-                if "report" in line:
-                    visits[-1]["found"].setdefault("reports", []).append(line["report"] | same)
-                else:
-                    visits.append(line)
+            while lines:
+                visit = lines.pop(0)
+                found_then = visit["found"]
+                if count := visit.pop("reports", 0):
+                    found_then["reports"] = [lines.pop(0)["report"] | same for _ in range(count)]
+                visits.append(visit)
+            if head["visits"] != len(visits):
+                raise ValueError(f"it has {len(visits)} of {head['visits']} visits")
             found[name] = head | {"visits": visits}
         except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path}: {error}") from error
+            raise ValueError(f"{path}: it is damaged: {error!r}") from error
         if not visits:
             raise ValueError(f"{path} holds no measurements")
     return found

@@ -185,10 +185,9 @@ class Computation:
 
 
 class Machine:
-    """By how much the machine has made this rank late in each step, as the kernel tells it: it
-    slept too long, waited for a core, or a thread of it (which may have Python's lock) ran longer
-    than usual, as if another guest had the core.
-    """
+    """By how much the machine has made this rank late in each step, in ms: it slept too long or
+    waited for a core, as the kernel tells it; or its threads, of which each may have Python's lock,
+    ran longer than usual, as if another guest had the core."""
 
     def __init__(self) -> None:
         self._last = self._now()
@@ -205,10 +204,10 @@ class Machine:
         self._last = ran, waited
         self._steps.append((number, overslept * 1e3 + waited - waited_before, ran - ran_before))
 
-    def late(self) -> dict[int, float]:
-        """Milliseconds, by the number of the step."""
+    def late(self) -> dict[int, tuple[float, float]]:
+        """By the number of the step: as the kernel tells it, and what it ran beside."""
         usual = statistics.median(ran for _, _, ran in self._steps)
-        return {number: late + max(0.0, ran - usual) for number, late, ran in self._steps}
+        return {number: (late, max(0.0, ran - usual)) for number, late, ran in self._steps}
 
 
 def in_meshes(mesh: DeviceMesh, compute: Computation) -> Callable[[], None]:
@@ -428,7 +427,7 @@ def judged(folder: Path) -> dict[str, Any]:
 def name_in_shape(given: argparse.Namespace, shape: str) -> bool:
     """Whether all runs were right."""
     world = math.prod(SHAPES[shape][0])
-    live, afterwards, both, but_for_machine, times = 0, 0, 0, 0, []
+    live, afterwards, both, but_for_machine, times = 0, 0, 0, [0, 0, 0], []
     with tempfile.TemporaryDirectory(prefix="late-") as folder:
         command = [sys.executable, __file__, *sys.argv[1:], "--shape", shape, "--as-rank", folder]
         start_ranks(given, world, command, folder)
@@ -438,20 +437,24 @@ def name_in_shape(given: argparse.Namespace, shape: str) -> bool:
             found = [json.loads((there / f"rank{r}.json").read_text()) for r in range(world)]
             times.append(found[0]["took"] / given.steps * 1e3)
 
-            def by_machine(rank: int, step: int, ms: float, found: list = found) -> bool:
-                late = found[rank]["machine"]
-                return late.get(str(step), 0) + late.get(str(step - 1), 0) > ms / 2
+            def by_machine(rank: int, step: int, ms: float, found: list = found) -> int:
+                """How sure that is: 0, 1: with what it ran, 2: as the kernel tells it."""
+                steps = (found[rank]["machine"].get(str(at), (0, 0)) for at in (step, step - 1))
+                slept, ran = map(sum, zip(*steps, strict=True))
+                return 2 if slept > ms / 2 else 1 if slept + ran > ms / 2 else 0
 
-            def named(by: dict[str, Any], all: bool = True) -> set[int]:
-                late = [one for one in by["delays"] if all or not by_machine(*one)]
+            def named(by: dict[str, Any], sure: int = 3) -> set[int]:
+                """But for those whose delays the machine has made, as sure as that."""
+                late = [one for one in by["delays"] if by_machine(*one) < sure]
                 return {rank for rank, *_ in late} | set(by["steady"])
 
             by_files = judged(there)
             right = set().union(*map(named, found)) == culprits, named(by_files) == culprits
             live, afterwards, both = live + right[0], afterwards + right[1], both + all(right)
-            but_for_machine += culprits == set().union(
-                *(named(by, False) | (named(by) & culprits) for by in (*found, by_files))
-            )
+            for sure in (1, 2):
+                but_for_machine[sure] += culprits == set().union(
+                    *(named(by, sure) | (named(by) & culprits) for by in (*found, by_files))
+                )
             if all(right):
                 continue
             print(f"run {run} of {shape}: expected {sorted(culprits)}")
@@ -459,15 +462,20 @@ def name_in_shape(given: argparse.Namespace, shape: str) -> bool:
                 if named(by) - culprits or (culprits - named(by) and by is by_files):
                     more = [
                         f"rank {rank} {ms:.1f} ms in step {step}"
-                        + (", by the machine" if by_machine(rank, step, ms) else "")
+                        + (
+                            (", as it ran long", ", by the machine")[sure - 1]
+                            if (sure := by_machine(rank, step, ms))
+                            else ""
+                        )
                         for rank, step, ms in by["delays"]
                         if rank not in culprits
                     ]
                     print(f"{f'rank {who}' if who in range(world) else who} names "
                           f"{sorted(named(by))} ({'; '.join(more)}): {by['summary']}")  # fmt: skip
     print(
-        f"{both} of {given.runs} runs right (live {live}, timeline {afterwards}; {but_for_machine} "
-        f"but for delays by the machine): {shape}, "
+        f"{both} of {given.runs} runs right (live {live}, timeline {afterwards}; but for delays by "
+        f"the machine {but_for_machine[2]} as the kernel tells it, {but_for_machine[1]} with what "
+        f"ranks ran beside): {shape}, "
         f"{world} ranks{' on hosts' if given.on_hosts else ''}, {given.steps} steps of "
         f"{statistics.median(times):.1f} ms, delay {given.delay_ms:g} ms"
         f"{' in turns' if given.turns else ''}{', on a busy machine' if given.busy else ''}, "

@@ -1,7 +1,7 @@
 """One init for every launcher: who this process is, as torchrun, Open MPI, PMI or Slurm say it.
 
 `init` reads the launcher's environment variables, completes torchrun's (RANK, WORLD_SIZE, ...) from
-them, and makes the default process group.  `_launchers.py` knows the variables; what is here is
+them, and makes the default process group.  `core/launchers.py` knows the variables; what is here is
 where the ranks meet.
 """
 

@@ -203,7 +203,12 @@ def test_results_of_a_suite_are_read_as_they_were_written(tmp_path):
     document = {"commit": "abc1234", "visits": visits}
     figures.write_results(tmp_path / "cost.jsonl", document)
     assert figures.read_results(tmp_path) == {"cost": document}
-    assert (tmp_path / "cost.jsonl").read_text().count("cores") == 1
+    text = (tmp_path / "cost.jsonl").read_text()
+    assert text.count("cores") == 1
+    for lines in range(1, 6):  # of 6
+        (tmp_path / "cost.jsonl").write_text("".join(text.splitlines(keepends=True)[:lines]))
+        with pytest.raises(ValueError, match=r"cost\.jsonl"):
+            figures.read_results(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -211,7 +216,9 @@ def test_results_of_a_suite_are_read_as_they_were_written(tmp_path):
     [
         ("{", "cost.jsonl: "),
         ("[]", "cost.jsonl: "),
-        ('{"commit": ""}', "cost.jsonl holds no"),
+        ('{"visits": 1}\n[]', "cost.jsonl: "),
+        ('{"visits": 1}\n{"load": 1}', "cost.jsonl: "),
+        ('{"visits": 0}', "cost.jsonl holds no"),
     ],
 )
 def test_damaged_results_are_named(tmp_path, capsys, text, fault):

@@ -309,7 +309,7 @@ def test_the_packages_folder_is_as_pip_would_make_it(tmp_path: Path) -> None:
     (tmp_path / extension).write_text("the extension")
     assert gpu_site.main(tmp_path, tmp_path / "site") == 0
     names = {file.name for file in (tmp_path / "site" / "ringreduce").iterdir()}
-    assert {"__init__.py", extension, "_build_info.py", "bench"} <= names
+    assert {"__init__.py", extension, "_build_info.py", "tools"} <= names
     assert "_C.cpython-other.so" not in names
     (found,) = importlib.metadata.distributions(path=[str(tmp_path / "site")])
     assert found.version == re.findall(r'^version = "(.*)"', PYPROJECT.read_text(), re.M)[0]

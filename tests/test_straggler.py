@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ringreduce
 from ringreduce import _C
-from ringreduce.observe.late import Arrival, Cause, CpuPressure, Judge, Lines, Seen, Wait
+from ringreduce.observe.late import Arrival, Cause, CpuPressure, Judge, Lines, Seen, Wait, of_root
 from ringreduce.observe.record import UNKNOWN, Record
 
 MS = 1_000_000
@@ -190,6 +190,32 @@ def test_a_delay_that_began_with_an_unknown_rank_names_nobody() -> None:
         judge.feed(passed_on(seen, Cause(UNKNOWN, 58 * MS, "")) if late else seen)
     assert judge.late == [] and judge.persistent() == {} and judge.unknown > 15
     assert "began elsewhere" in "\n".join(judge.summary())
+
+
+def test_what_all_had_waited_excuses_nobody() -> None:
+    """As after an operation in which most ranks of a ring waited for one that they did not see."""
+    judge = Judge()
+    cause = Cause(UNKNOWN, 50 * MS, "")
+    for seen in job(300, lambda s, b, r: 60.0 * (r == 2 and b == 0 and s % 10 == 9)):
+        if seen.late[0].delay > 50 * MS:
+            waits = [wait._replace(cause=cause) for wait in seen.waits]
+            seen = dataclasses.replace(passed_on(seen, cause), waits=waits)
+        judge.feed(seen)
+    assert {late.rank for late in judge.late} == {2} and judge.unknown == 0
+
+
+@pytest.mark.parametrize("kind", ["broadcast", "scatter", "reduce", "gather"])
+def test_of_a_rooted_operation_those_that_can_delay_others_are_late(kind: str) -> None:
+    record = dataclasses.replace(next(job(1, no_delay)).record, kind=kind, root=4)
+    # The root is late, and four others come after it.
+    late = [Arrival(rank, float(24 - rank), None) for rank in range(5)]
+    since, found = of_root(record, 4, 120.0, 100.0, late)
+    if kind in ("broadcast", "scatter"):
+        assert (since, found) == (100.0, [Arrival(4, 20.0, None)])
+    else:
+        assert since == 120.0
+        assert found == [Arrival(0, 4.0, None), Arrival(1, 3.0, None), Arrival(2, 2.0, None)]
+    assert of_root(dataclasses.replace(record, kind="barrier"), -1, 0.0, 1.0, late)[1] == late[:3]
 
 
 def test_nobody_is_named_and_the_summary_says_why() -> None:

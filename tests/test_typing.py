@@ -102,7 +102,7 @@ def test_stubs_match_the_extension(tmp_path: Path) -> None:
 
 MODULES = (
     "average compression config elastic errors hooks launch memory observe.dump observe.record "
-    "observe.recorder observe.straggler observe.timeline step supervise topology"
+    "observe.straggler observe.timeline step supervise topology"
 )
 
 

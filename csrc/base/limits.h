@@ -1,7 +1,9 @@
-// How long one rank waits for another, or for the store: each of these times, and why.
+// How long one rank waits for another, or for the store, beside the timeout: each of these times,
+// and why.
 //
-// What users set (timeout, stall, heartbeat) is in bootstrap/options.h.  Pauses between two looks
-// stay where they are used: no rank waits for them.
+// What users set (timeout, stall, heartbeat) is in bootstrap/options.h.  What no rank waits for
+// stays where it is used: pauses between two looks, and waits for this process's own threads, GPU
+// and sockets.
 #pragma once
 
 #include "base/clock.h"
@@ -54,9 +56,10 @@ inline constexpr Nanos kIdle = kSecond / 2;
 
 // A process that runs answers a question by then.
 inline constexpr Nanos kAnswer = 300 * kMillisecond;
-// Between hosts: after a mismatch, the calls of the others.  A rank that has just arrived has more
-// to tell.
+// Between hosts: after a mismatch, the calls of the others.
 inline constexpr Nanos kCalls = kSecond;
+// Whom a rank waits for, as it has told last, holds for so long.
+inline constexpr Nanos kTold = 3 * kSecond;
 // A rank that says nothing for longer is called silent: its process does not run, or its host
 // cannot be reached.
 inline constexpr Nanos kSilent = 2 * kSecond;
@@ -78,7 +81,7 @@ inline constexpr Nanos kAnswerAtDeadline = 2 * kSecond;
 // A rank that cannot be reached and may come to the store: it may belong to a larger side of a cut.
 // The others do not wait if most ranks have come and cannot reach it.
 inline constexpr Nanos kUnreachable = kSecond;
-// The rank that proposes who goes on.
+// How much longer than the rank that proposes who goes on the others wait for its proposal.
 inline constexpr Nanos kProposal = 3 * kSecond;
 // After an epoch could not be made: the news of a loss that explains it.
 inline constexpr Nanos kLossNews = 2 * kSecond;
@@ -87,7 +90,7 @@ inline constexpr Nanos kLossNews = 2 * kSecond;
 
 // A rank that leaves waits until the others know.
 inline constexpr Nanos kFlush = 5 * kSecond;
-// A rank that goes on in another group waits for the others of the old one.
+// A rank that goes on in another group, or cannot go on, waits for the others of the old one.
 inline constexpr Nanos kLeave = kSecond;
 // The end of a process waits for changes of ranks that it ends.
 inline constexpr Nanos kExit = 3 * kSecond;
@@ -100,13 +103,13 @@ inline constexpr Nanos kStoreUnused = 300 * kMillisecond;
 // A lost rank's part of the work under way may be done: it may still run on the GPU, or its end is
 // on its way here.
 inline constexpr Nanos kLastWork = 200 * kMillisecond;
-// The same between hosts.
+// The same in kernels' groups between hosts.
 inline constexpr Nanos kLastWorkFar = kSecond;
 // NCCL may report a lost rank before the group does, and only the group names it.  The reports of
 // all ranks for one failure are spread over the second time.
 inline constexpr Nanos kHearsay = 1500 * kMillisecond, kTurns = 300 * kMillisecond;
-// The watchdog names the rank to blame for what this rank noticed first, or reports that none is
-// known: longer than kHearsay and a turn.
+// The group names the rank to blame for what NCCL, or a wait for a GPU, has noticed first; or the
+// watchdog reports that none is known: longer than kHearsay and a turn.
 inline constexpr Nanos kVerdict = 2 * kSecond;
 static_assert(kVerdict > kHearsay + kTurns);
 

@@ -14,7 +14,7 @@ Waits& Waits::makeOfProcess() {
   static Waits& waits = *new Waits;
   pthread_atfork([] { waits.mutex_.lock(); }, [] { waits.mutex_.unlock(); },
                  [] {
-                   waits.groups_.clear();
+                   waits.sets_.clear();
                    waits.added_ = 0;
                    waits.latest_ = 0;
                    waits.mutex_.unlock();
@@ -24,23 +24,27 @@ Waits& Waits::makeOfProcess() {
 
 Waits& process_waits = Waits::makeOfProcess();
 
-std::shared_ptr<Waits::Group> Waits::makeGroup(std::vector<int> ranks) {
+Waits::Group Waits::makeGroup(std::vector<int> ranks) {
   std::ranges::sort(ranks);
-  const auto isOver = [](const std::weak_ptr<Group>& group) { return group.expired(); };
   const std::lock_guard lock(mutex_);
-  std::erase_if(groups_, isOver);
-  // Its ranks meet here.
-  auto group = std::make_shared<Group>(++last_id_, std::move(ranks), monotonicNow());
-  groups_.push_back(group);
-  for (const auto& one : groups_) {
-    const std::shared_ptr<Group> known = one.lock();
-    if (!known) continue;
-    if (std::ranges::includes(known->ranks, group->ranks)) group->around.push_back(known);
-    if (known == group || !std::ranges::includes(group->ranks, known->ranks)) continue;
-    std::erase_if(known->around, isOver);
-    known->around.push_back(group);
+  std::erase_if(sets_, [](const auto& set) { return set.expired(); });
+  std::shared_ptr<RankSet> set;
+  for (const auto& known : sets_)
+    if (const auto one = known.lock(); one && one->ranks == ranks) set = one;
+  if (!set) {
+    set = std::make_shared<RankSet>(++last_id_, std::move(ranks));
+    sets_.push_back(set);
+    for (const auto& known : sets_) {
+      const std::shared_ptr<RankSet> one = known.lock();
+      if (!one) continue;
+      if (std::ranges::includes(one->ranks, set->ranks)) set->around.push_back(one);
+      if (one == set || !std::ranges::includes(set->ranks, one->ranks)) continue;
+      std::erase_if(one->around, [](const auto& other) { return other.expired(); });
+      one->around.push_back(set);
+    }
   }
-  return group;
+  set->met.store(monotonicNow(), std::memory_order_relaxed);  // its ranks meet here
+  return {++last_id_, std::move(set)};
 }
 
 void Waits::add(const Wait& wait) {
@@ -50,14 +54,14 @@ void Waits::add(const Wait& wait) {
                 std::memory_order_release);
 }
 
-Waits::Reason Waits::searchAround(const Group& of, Nanos since, Nanos called) const {
+Waits::Reason Waits::searchAround(const RankSet& of, Nanos since, Nanos called) const {
   std::vector<uint32_t> common;
   const std::lock_guard lock(mutex_);
   for (const auto& one : of.around) {
-    const std::shared_ptr<Group> group = one.lock();
-    if (!group) continue;
-    common.push_back(group->id);
-    since = std::max(since, group->met.load(std::memory_order_relaxed));
+    const std::shared_ptr<RankSet> set = one.lock();
+    if (!set) continue;
+    common.push_back(set->id);
+    since = std::max(since, set->met.load(std::memory_order_relaxed));
   }
   return search(common, since, called);
 }
@@ -65,18 +69,18 @@ Waits::Reason Waits::searchAround(const Group& of, Nanos since, Nanos called) co
 Waits::Reason Waits::searchAround(int rank, int peer, Nanos since, Nanos called) const {
   std::vector<uint32_t> common;
   const std::lock_guard lock(mutex_);
-  for (const auto& one : groups_) {
-    const std::shared_ptr<Group> group = one.lock();
-    if (!group || !std::ranges::binary_search(group->ranks, rank) ||
-        !std::ranges::binary_search(group->ranks, peer))
+  for (const auto& one : sets_) {
+    const std::shared_ptr<RankSet> set = one.lock();
+    if (!set || !std::ranges::binary_search(set->ranks, rank) ||
+        !std::ranges::binary_search(set->ranks, peer))
       continue;
-    common.push_back(group->id);
-    since = std::max(since, group->met.load(std::memory_order_relaxed));
+    common.push_back(set->id);
+    since = std::max(since, set->met.load(std::memory_order_relaxed));
   }
   return search(common, since, called);
 }
 
-// `common`: groups of all ranks of the operation.
+// `common`: the sets that have all ranks of the operation.
 Waits::Reason Waits::search(std::span<const uint32_t> common, Nanos since, Nanos called) const {
   struct Sum {
     Reason reason;
@@ -87,7 +91,7 @@ Waits::Reason Waits::search(std::span<const uint32_t> common, Nanos since, Nanos
   for (uint64_t i = 1; i <= kept; ++i) {
     const Wait& wait = kept_[(added_ - i) % kept_.size()];
     if (wait.until <= since || wait.until > called) continue;
-    if (wait.by_all && std::ranges::find(common, wait.group) != common.end()) continue;
+    if (wait.by_all && std::ranges::find(common, wait.set) != common.end()) continue;
     auto sum = std::ranges::find(sums, wait.rank, [](const Sum& s) { return s.reason.told.rank; });
     if (sum == sums.end()) {
       sum = sums.emplace(sums.end());

@@ -23,21 +23,25 @@ class Waits {
  public:
   static constexpr Nanos kLeast = 200 * kMicrosecond;  // shorter ones are not kept
 
-  // Ranks that meet in operations for which all of them wait.
-  struct Group {
-    Group(uint32_t id, std::vector<int> ranks, Nanos met)
-        : id(id), ranks(std::move(ranks)), met(met) {}
+  // Ranks that meet in operations for which all of them wait, in one group or several.
+  struct RankSet {
+    RankSet(uint32_t id, std::vector<int> ranks) : id(id), ranks(std::move(ranks)) {}
     const uint32_t id;
     const std::vector<int> ranks;  // by their numbers in errors, ascending
-    std::atomic<Nanos> met;        // when this rank came to the latest of these operations
+    std::atomic<Nanos> met{0};     // when this rank came to the latest of these operations
     // Itself and those that have all its ranks.  With the mutex held.
-    std::vector<std::weak_ptr<Group>> around;
+    std::vector<std::weak_ptr<RankSet>> around;
+  };
+  struct Group {
+    uint32_t id;
+    std::shared_ptr<RankSet> set;
   };
   struct Wait {
     Nanos from, until;
     int32_t rank;       // as in Inherited
     uint32_t sequence;  // of the operation
     uint32_t group;     // of Group
+    uint32_t set;       // of its RankSet
     bool in_message;
     // Whether all ranks of the group waited so: then it makes none of them later than the others.
     bool by_all;
@@ -51,7 +55,7 @@ class Waits {
   // Makes process_waits.
   static Waits& makeOfProcess();
 
-  std::shared_ptr<Group> makeGroup(std::vector<int> ranks);
+  Group makeGroup(std::vector<int> ranks);
 
   // From any thread.
   void add(const Wait& wait);
@@ -59,7 +63,7 @@ class Waits {
   // For an operation of a group that was called at `called`, where the one before it began at
   // `since`: the rank that this process waited for longest between the two, and since it met all of
   // its ranks in a larger group.
-  Reason reason(const Group& of, Nanos since, Nanos called) const {
+  Reason reason(const RankSet& of, Nanos since, Nanos called) const {
     return anySince(since) ? searchAround(of, since, called) : Reason{};
   }
   // The same for a message between two ranks.
@@ -69,12 +73,12 @@ class Waits {
   bool anySince(Nanos since) const { return latest_.load(std::memory_order_acquire) > since; }
 
  private:
-  Reason searchAround(const Group& of, Nanos since, Nanos called) const;
+  Reason searchAround(const RankSet& of, Nanos since, Nanos called) const;
   Reason searchAround(int rank, int peer, Nanos since, Nanos called) const;
   Reason search(std::span<const uint32_t> common, Nanos since, Nanos called) const;
 
   mutable std::mutex mutex_;
-  std::vector<std::weak_ptr<Group>> groups_;
+  std::vector<std::weak_ptr<RankSet>> sets_;
   uint32_t last_id_ = 0;
   std::array<Wait, 256> kept_{};
   uint64_t added_ = 0;

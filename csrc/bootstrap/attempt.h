@@ -68,7 +68,7 @@ class AttemptClock {
   // How long this process was stopped meanwhile, which does not count.
   Nanos stopped() const { return monotonicNow() - began_ - waited(); }
   // Asked by Meeting::stepClock (rendezvous.cc) and JoinGuard::poll (host_links.cc), which throw.
-  bool over(Nanos grace = 0) const { return waited() - grace >= options_.timeout; }
+  bool over(Nanos grace = 0) const { return wait_.isOver(now() - grace); }
 
   // Called in every iteration of a waiting loop: lets Ctrl-C and the attempt end it, and logs a
   // stall now and then.  `missing` returns the text of the missing ranks.

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/limits.h"
 
 namespace ringreduce {
 
@@ -129,7 +130,7 @@ Error Epochs::end(const Error& error) {
     const std::lock_guard lock(mutex_);
     ended_ = final;
   }
-  for (const auto& one : all()) one->leave(nullptr, kSecond);
+  for (const auto& one : all()) one->leave(nullptr, limits::kLeave);
   return final;
 }
 

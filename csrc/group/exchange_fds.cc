@@ -115,7 +115,7 @@ class FdExchange {
     if (wait_.isOver())
       epoch_->arbiter->fail(Failure::kTimeout, late.front(),
                             epoch_->peers().whereabouts(late) + " did not take part within " +
-                                seconds(group_.timeout()) + " " + doing());
+                                seconds(wait_.timeout()) + " " + doing());
     if (!wait_.reportIsDue()) return;
     log(epoch_->peers().who(group_.rank()) + " has waited " + seconds(waited) + " for " +
         epoch_->peers().whereabouts(late) + " " + doing());

@@ -15,7 +15,6 @@
 #include "transport/wait_guard.h"
 
 namespace ringreduce {
-namespace {}  // namespace
 
 Network::Network(std::unique_ptr<HostLinks> links)
     : links_(std::move(links)),

@@ -163,6 +163,7 @@ void Recorder::waitedFor(const OpRecord& record, int rank, Nanos from, Nanos unt
                 .rank = rank,
                 .sequence = static_cast<uint32_t>(record.sequence),
                 .group = id(),
+                .set = group_.set->id,
                 .in_message = record.message != OpRecord::Message::kNone,
                 // A slow line delays some ranks alone.
                 .by_all = rank != Inherited::kUnknown && waitsByAll(record)});

@@ -122,8 +122,8 @@ class Recorder {
                    Why why);
   // Why this rank comes no sooner to an operation that was called at `called`.
   Waits::Reason reason(Nanos called) const {
-    const Nanos since = std::max(last_, group_->met.load(std::memory_order_relaxed));
-    return waits_.reason(*group_, since, called);
+    const Nanos since = std::max(last_, group_.set->met.load(std::memory_order_relaxed));
+    return waits_.reason(*group_.set, since, called);
   }
   // The same of a message between two ranks, where the one before was called at `since`.
   Waits::Reason reason(int rank, int peer, Nanos since, Nanos called) const {
@@ -133,9 +133,9 @@ class Recorder {
   // This rank has come to an operation; `by_all`: for which all wait.
   void meet(Nanos arrived, bool by_all) {
     last_ = arrived;
-    if (by_all) group_->met.store(arrived, std::memory_order_relaxed);
+    if (by_all) group_.set->met.store(arrived, std::memory_order_relaxed);
   }
-  uint32_t id() const { return group_->id; }                               // as in Waits
+  uint32_t id() const { return group_.id; }                                // as in Waits
   uint64_t next() const { return next_.load(std::memory_order_relaxed); }  // index
 
   std::mutex writer;  // where several threads put records
@@ -169,7 +169,7 @@ class Recorder {
   const std::vector<int> shown_;
   const bool between_hosts_;
   Waits& waits_;
-  const std::shared_ptr<Waits::Group> group_;
+  const Waits::Group group_;
   const std::unique_ptr<Slot[], Frees> slots_;
   std::atomic<uint64_t> next_{0};
   Nanos last_ = 0;                            // when this rank came to the latest operation

@@ -253,7 +253,7 @@ void Arbiter::poll(int rank, Ready ready) {
     }
     fail(Failure::kTimeout, late.ranks.front(), text);
   }
-  if (wait_.reportIsDue(time) && !ready())
+  if (!ready() && wait_.reportIsDue(time))
     log("rank " + options_.shown(rank_) + " of group '" + options_.name + "' has waited " +
         seconds(wait_.waited(time)) + " in " + peers_.textOf(current_) + ": " +
         laggardsOf(peers_, current_, rank).text);

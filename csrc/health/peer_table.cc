@@ -217,7 +217,7 @@ AwaitedMessage PeerTable::awaitedMessageOf(int r) const {
 
 int PeerTable::waitsFor(int r) const {
   if (!areMirrors()) return awaitedMessageOf(r).peer;
-  return now() - peer(r).last_progress > 3 * kSecond ? -1 : peer(r).waits_for.load();
+  return now() - peer(r).last_progress > limits::kTold ? -1 : peer(r).waits_for.load();
 }
 
 int PeerTable::heldUpBy(int rank) const {

@@ -250,8 +250,10 @@ class StagedBackend final : public c10d::Backend {
       return options.rootRank == cpu_.getRank() ? Use::kBoth : Use::kRead;
     else if constexpr (std::is_same_v<Options, c10d::BroadcastOptions>)
       return options.rootRank == cpu_.getRank() ? Use::kRead : Use::kWrite;
-    else
+    else {
+      static_assert(!requires { options.rootRank; }, "the root's tensors are for something else");
       return Use::kBoth;
+    }
   }
 
   // `call` makes the copies and starts the CPU's call on them.

@@ -1,7 +1,8 @@
-// torch's calls on tensors, each in one row: what c10d::Backend declares, and how they are named.
+// torch's calls on tensors: what c10d::Backend declares, and how they are named.
 //
-// A class that takes them all declares them by these lists; one that only passes them on
-// (inner_nccl.h, staged_backend.cc) follows from them.  New calls of torch are rows here.
+// A class that takes them all has RINGREDUCE_DECLARE_CALLS.  One that only passes them on
+// (inner_nccl.h, staged_backend.cc) follows from the two lists; of the calls whose arguments are
+// like no other's (messages, barrier, alltoall_base) it writes each.
 #pragma once
 
 #include <ATen/ATen.h>

@@ -9,7 +9,7 @@
 and the views of them: straggler.py (live, in the program), timeline.py, dump.py and recorder.py
 (what ended a job), metrics.py, tensorboard.py, top.py and debug_server.py.  Each imports only those
 before it.
-`_backend.py` calls them when a group is made and when the process ends, and knows none of them.
+`core/backend.py` calls them when a group is made and when the process ends, and knows none of them.
 """
 
 from ringreduce.core import backend as _backend

@@ -620,7 +620,7 @@ class Operation:
             last = self.last()
             if clock and known > 1 and last >= 0 and record.state == "done":
                 middle = float(came[(known - 1) // 2][0])
-                late = [Arrival(of, at - middle, self._cause(of)) for at, of in came[:0:-1][:3]]
+                late = [Arrival(of, at - middle, self._cause(of)) for at, of in came[:0:-1]]
                 at_root = float(self.arrivals.get(self.root, middle))
                 middle, late = of_root(record, self.root, at_root, middle, late)
                 median = axis.at(series, middle + clock[0])

@@ -143,13 +143,13 @@ class Seen:
 def of_root(
     record: Record, root: int, at_root: float, median: float, late: list[Arrival]
 ) -> tuple[float, list[Arrival]]:
-    """Since when delays count where not all ranks wait for all, and whose.
+    """Since when delays count where not all ranks wait for all, and the three longest of them.
 
     Args:
         record: of an operation or a message, which may have no root.
         root: the root, or the peer.
         at_root: when it came, for a reduce or gather.
-        median, late: as in Seen, of all ranks.
+        median, late: as in Seen, of all ranks that are known.
     """
     if record.is_message or record.kind in FROM_ROOT:  # only the root can delay others
         late = [one for one in late if one.rank == root] or [Arrival(root, 0.0, None)]
@@ -157,7 +157,7 @@ def of_root(
         late = [one._replace(delay=median + one.delay - at_root) for one in late]
         late = [a for a in late if a.rank != root and a.delay > 0] or [Arrival(-1, 0.0, None)]
         median = at_root
-    return median, late
+    return median, late[:3]
 
 
 def place(record: Record) -> str:
@@ -571,6 +571,9 @@ class Judge:
             group.learn(above, named=False)
             return []
         waited = sum(wait.end - wait.begin for wait in seen.waits) / 1e6
+        # What the rank that waited longest had waited for the same one has delayed both.
+        waits = max(seen.waits, key=lambda wait: wait.end - wait.begin, default=None)
+        own = waits.cause if waits else None
         found = []
         for rank, delay, cause in seen.late:
             above = delay - usual_here
@@ -578,7 +581,8 @@ class Judge:
                 continue
             explains = min(1.0, above / max(longer, 1))
             began, since = rank, None
-            if cause and cause.nanos >= above / 2:
+            common = own.nanos if cause and own and own.rank == cause.rank else 0.0
+            if cause and cause.nanos - common >= above / 2:
                 began, since = cause.rank, cause
             found.append(
                 Late(

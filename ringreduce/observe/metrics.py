@@ -335,15 +335,15 @@ def end() -> None:
 
 @dataclass
 class Status:
-    """What a rank has written, summed over its groups.  Times are Unix times of its host."""
+    """What a rank has written, summed over its groups."""
 
     rank: int
     job: str
     host: str = ""
     pid: int = 0
     meeting: str = ""  # tells its job from others of the same name; "": it has no group of all
-    started: float = 0.0  # its process
-    updated: float = 0.0  # these figures
+    started: float = 0.0  # its process, in Unix time of its host
+    updated: float = 0.0  # these figures, likewise
     step: float = 0  # of its optimizers
     operations: float = 0  # so far, as all sums
     failed: float = 0

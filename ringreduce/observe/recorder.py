@@ -416,7 +416,7 @@ def _where(dumps: dict[int, Dump], finding: Finding) -> str:
 
 
 def explain(dumps: dict[int, Dump], finding: Finding | None) -> list[str]:
-    """Three sentences: the cause, what each rank did last, where to look.  Two if there is none."""
+    """Three sentences: the cause, what each rank did last, where to look.  Two without a cause."""
     if finding is None:
         of = f"{'dump' if len(dumps) == 1 else 'dumps'} of {ranks_text(dumps)}"
         cause = f"No cause was found: all operations in the {of} have ended."

@@ -99,7 +99,7 @@ class _Followed:
         ]
         if came:
             known, median = len(came), came[(len(came) - 1) // 2][0]
-            late = [Arrival(rank, at - median, cause) for at, rank, cause in came[:0:-1][:3]]
+            late = [Arrival(rank, at - median, cause) for at, rank, cause in came[:0:-1]]
         size = 2 if record.is_message else len(self.live)
         error, waits = record.clock_error_ns, []
         root = ranks[record.root] if record.root >= 0 else -1

@@ -262,7 +262,7 @@ class Table(NamedTuple):
 
 
 def tables(view: View, order: Callable[[Row], float] = lambda row: row.rank) -> list[Table]:
-    """The table of the ranks, sorted so, and that of the lines between hosts if there are any."""
+    """The table of the ranks in that order, and that of the lines between hosts, if any."""
     late = late_ranks(view.rows)
     ranks = [(row.rank in late, row.cells()) for row in sorted(view.rows, key=order)]
     between = [(False, line.cells()) for line in view.lines[:_MOST_LINES]]

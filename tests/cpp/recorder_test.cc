@@ -171,6 +171,39 @@ TEST(a_wait_is_put_on_the_rank_where_the_delay_began) {
   CHECK_EQ(column.reason(kNever).told.rank, Inherited::kNone);
 }
 
+TEST(groups_of_the_same_ranks_and_larger_ones_tell_when_ranks_met) {
+  Waits waits;
+  const Waits::Group pair = waits.makeGroup({3, 1}), same = waits.makeGroup({1, 3});
+  CHECK(pair.set == same.set && pair.id != same.id);
+  const Nanos start = monotonicNow();
+  const auto ms = [&](Nanos n) { return start + n * kMillisecond; };
+  const auto waitsIn = [&](const Waits::Group& group, Nanos from, Nanos until, bool by_all) {
+    waits.add({.from = ms(from),
+               .until = ms(until),
+               .rank = 7,
+               .sequence = 1,
+               .group = group.id,
+               .set = group.set->id,
+               .in_message = false,
+               .by_all = by_all});
+  };
+  const auto micros = [&] { return waits.reason(*pair.set, start, kNever).told.micros; };
+  // All ranks of the pair have waited too, in whatever group has them; a part of them has not.
+  auto larger = std::make_unique<Waits::Group>(waits.makeGroup({1, 2, 3}));
+  waitsIn(*larger, 1, 31, /*by_all=*/true);
+  waitsIn(same, 31, 61, /*by_all=*/true);
+  CHECK_EQ(micros(), uint32_t{0});
+  waitsIn(waits.makeGroup({1, 2}), 61, 91, /*by_all=*/true);
+  CHECK_EQ(micros(), uint32_t{30'000});
+  waitsIn(same, 91, 101, /*by_all=*/false);
+  CHECK_EQ(micros(), uint32_t{40'000});
+  larger->set->met = ms(95);
+  CHECK_EQ(micros(), uint32_t{6'000});
+  larger.reset();  // a later one of the same ranks is another set
+  CHECK_EQ(waits.makeGroup({2, 1, 3}).set->around.size(), size_t{1});
+  for (int i = 0; i < 5000; ++i) waits.makeGroup({1, 2, 3, 4});
+}
+
 TEST(a_wait_that_computation_hides_is_no_reason) {
   Waits waits;
   Recorder here({0, 1}, false, waits), other({0, 2}, false, waits);
@@ -197,6 +230,7 @@ TEST(waits_at_the_same_time_delay_once) {
                .rank = 3,
                .sequence = 1,
                .group = static_cast<uint32_t>(group),
+               .set = static_cast<uint32_t>(group),
                .in_message = false,
                .by_all = true});
   CHECK_EQ(here.reason(kNever).told.micros, uint32_t{30'000});

@@ -65,7 +65,7 @@ class TorchEngine:
         if self.backend != "ringreduce":
             return {}
         library = importlib.import_module("ringreduce")
-        own = importlib.import_module("ringreduce")
+        own = importlib.import_module("ringreduce.core.backend")
         return {
             # By which wires, and over how many connections, its bytes went.
             "routes": list(own.extension().routes(own.backend_of(own.ringreduce_group(None)))),
@@ -92,7 +92,7 @@ class CodecEngine(TorchEngine):
         case = collective.case
         if type(collective) is not AllReduce or case.dtype != "float32":
             raise Unsupported("codecs are for all_reduce of float32 only")
-        own = importlib.import_module("ringreduce")
+        own = importlib.import_module("ringreduce.core.backend")
         run, tensor = own.extension().compressed_all_reduce, collective.tensor
         backend = own.backend_of(own.ringreduce_group(None))
         options = {"codec": self.codec, "op": case.op, "schedule": self.schedule, "async_op": False}
