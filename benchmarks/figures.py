@@ -510,6 +510,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--visits takes a number above 0")
     if options.action == "compare" and len(options.paths) != 2:
         parser.error("compare takes two folders with results")
+    if options.action == "write" and options.draft:
+        parser.error("write changes the docs: leave out --draft")
     try:
         if options.action == "check":
             faults = check([path.resolve() for path in options.paths] or PAGES)

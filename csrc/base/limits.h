@@ -52,7 +52,7 @@ inline constexpr Nanos kHello = kSecond;
 // After this long without any bytes moved, a wait checks whether a lost rank is the cause.
 inline constexpr Nanos kIdle = kSecond / 2;
 
-// ---- who is lost, and why (health/)
+// ---- lost ranks and the reason of a loss (health/)
 
 // A process that runs answers a question by then.
 inline constexpr Nanos kAnswer = 300 * kMillisecond;

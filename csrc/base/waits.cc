@@ -54,34 +54,30 @@ void Waits::add(const Wait& wait) {
                 std::memory_order_release);
 }
 
-Waits::Reason Waits::searchAround(const RankSet& of, Nanos since, Nanos called) const {
-  std::vector<uint32_t> common;
+Waits::Reason Waits::search(const RankSet& of, Nanos since, Nanos called) const {
   const std::lock_guard lock(mutex_);
-  for (const auto& one : of.around) {
+  return searchIn(of.around, [](const RankSet&) { return true; }, since, called);
+}
+
+Waits::Reason Waits::search(int rank, int peer, Nanos since, Nanos called) const {
+  const auto has_both = [&](const RankSet& set) {
+    return std::ranges::binary_search(set.ranks, rank) &&
+           std::ranges::binary_search(set.ranks, peer);
+  };
+  const std::lock_guard lock(mutex_);
+  return searchIn(sets_, has_both, since, called);
+}
+
+// `has_all`: whether a set of `sets` has all ranks of the operation.  With the mutex held.
+template <class HasAll>
+Waits::Reason Waits::searchIn(const Sets& sets, HasAll has_all, Nanos since, Nanos called) const {
+  std::vector<uint32_t> common;
+  for (const auto& one : sets) {
     const std::shared_ptr<RankSet> set = one.lock();
-    if (!set) continue;
+    if (!set || !has_all(*set)) continue;
     common.push_back(set->id);
     since = std::max(since, set->met.load(std::memory_order_relaxed));
   }
-  return search(common, since, called);
-}
-
-Waits::Reason Waits::searchAround(int rank, int peer, Nanos since, Nanos called) const {
-  std::vector<uint32_t> common;
-  const std::lock_guard lock(mutex_);
-  for (const auto& one : sets_) {
-    const std::shared_ptr<RankSet> set = one.lock();
-    if (!set || !std::ranges::binary_search(set->ranks, rank) ||
-        !std::ranges::binary_search(set->ranks, peer))
-      continue;
-    common.push_back(set->id);
-    since = std::max(since, set->met.load(std::memory_order_relaxed));
-  }
-  return search(common, since, called);
-}
-
-// `common`: the sets that have all ranks of the operation.
-Waits::Reason Waits::search(std::span<const uint32_t> common, Nanos since, Nanos called) const {
   struct Sum {
     Reason reason;
     Nanos waited = 0, longest = 0, covered_from = kNever;

@@ -10,7 +10,6 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
-#include <span>
 #include <utility>
 #include <vector>
 
@@ -64,21 +63,23 @@ class Waits {
   // `since`: the rank that this process waited for longest between the two, and since it met all of
   // its ranks in a larger group.
   Reason reason(const RankSet& of, Nanos since, Nanos called) const {
-    return anySince(since) ? searchAround(of, since, called) : Reason{};
+    return anySince(since) ? search(of, since, called) : Reason{};
   }
   // The same for a message between two ranks.
   Reason reason(int rank, int peer, Nanos since, Nanos called) const {
-    return anySince(since) ? searchAround(rank, peer, since, called) : Reason{};
+    return anySince(since) ? search(rank, peer, since, called) : Reason{};
   }
   bool anySince(Nanos since) const { return latest_.load(std::memory_order_acquire) > since; }
 
  private:
-  Reason searchAround(const RankSet& of, Nanos since, Nanos called) const;
-  Reason searchAround(int rank, int peer, Nanos since, Nanos called) const;
-  Reason search(std::span<const uint32_t> common, Nanos since, Nanos called) const;
+  using Sets = std::vector<std::weak_ptr<RankSet>>;
+  Reason search(const RankSet& of, Nanos since, Nanos called) const;
+  Reason search(int rank, int peer, Nanos since, Nanos called) const;
+  template <class HasAll>
+  Reason searchIn(const Sets& sets, HasAll has_all, Nanos since, Nanos called) const;
 
   mutable std::mutex mutex_;
-  std::vector<std::weak_ptr<RankSet>> sets_;
+  Sets sets_;
   uint32_t last_id_ = 0;
   std::array<Wait, 256> kept_{};
   uint64_t added_ = 0;

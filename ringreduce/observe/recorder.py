@@ -240,7 +240,7 @@ class Finding:
     """What ended the job."""
 
     what: str  # a sentence: the operation, the group, and who did what
-    ranks: tuple[int, ...]  # who is to blame; the ranks to look at
+    ranks: tuple[int, ...]  # to blame; the report says where each of them was
     group: str = ""  # its name
 
 
