@@ -236,6 +236,7 @@ class Pool:
         has run no operation yet.
         """
         count = ranks or world.size
+        self._drop_dead()
         if fresh:
             workers = [self._worker() for _ in range(count)]
         else:
@@ -271,6 +272,15 @@ class Pool:
                 call.log_from[rank] = min(call.log_from[rank], len(worker.log()))
                 if worker.process._popen is not None:  # type: ignore[attr-defined]
                     worker.kill()
+
+    def _drop_dead(self) -> None:
+        """Fails if a rank has died since its last job; the job after this one gets another."""
+        for rank, worker in list(self.workers.items()):
+            if not worker.process.is_alive():
+                code, log = worker.process.exitcode, worker.log()[-3000:]
+                del self.workers[rank]
+                worker.kill()
+                raise RanksFailed(f"rank {rank} died after its last job ({code}):\n{log}")
 
     def close(self) -> None:
         for worker in self.workers.values():

@@ -21,6 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ringreduce.core.backend import backend_of, extension
+
 PREFIX = "RINGREDUCE_"
 CLONE_NEWNET = 0x40000000
 # What a whole run of the tests is given: RINGREDUCE_WIRE=tcp has them go over sockets.  As it was
@@ -173,6 +175,15 @@ def _enter_group(me: Rank, world: World, key: str) -> None:
             dist.group.WORLD.set_timeout(timedelta(seconds=world.timeout))
 
 
+def _is_usable() -> bool:
+    """Whether the job's group can take another job, which may have destroyed it or made it fail."""
+    if not dist.is_initialized():
+        return False
+    group = dist.group.WORLD
+    backend = backend_of(group) if group is not None else None
+    return backend is None or not extension().has_failed(backend)
+
+
 def _enter_place(me: Rank, places: Places | None, home: int) -> None:
     """Moves this thread, and those that it starts from now on, to the rank's host, or home."""
     there = os.open(places.netns[me.rank], os.O_RDONLY | os.O_CLOEXEC) if places else home
@@ -245,6 +256,6 @@ def serve(conn: mpc.Connection, log: str, store_port: int) -> None:
         except BaseException as error:  # KeyboardInterrupt is a result too
             answer = describe(number, error)
             held = ""
-        if world.size and not dist.is_initialized():
-            held = ""  # a job may have destroyed the group that it was given
+        if world.size and not _is_usable():
+            held = ""
         conn.send_bytes(pickle.dumps(("done", (answer, held))))

@@ -52,12 +52,13 @@ def contributors(t: torch.Tensor, op: str, size: int) -> set[int]:
     return found
 
 
-def reduce_on(me: Rank, n: int, op: str, dtype: str, style: str) -> list[tuple[bytes, set[int]]]:
-    """All-reduces until AFTER results lack the lost rank.  Returns the last results: the bytes, and
-    the sets of ranks whose addends an element has."""
+def reduce_on(
+    me: Rank, n: int, op: str, dtype: str, style: str, lost: int
+) -> list[tuple[bytes, set[int]]]:
+    """All-reduces until AFTER results lack all `lost` ranks, so that none ends before its loss.
+    Returns the last results: the bytes, and the sets of ranks whose addends an element has."""
     mine = torch.full((n,), addend(me.rank), dtype=getattr(torch, dtype))
     results: list[tuple[bytes, set[int]]] = []
-    full = (1 << me.world_size) - 1
     left = AFTER
     while left > 0:
         t = mine.clone()
@@ -70,7 +71,7 @@ def reduce_on(me: Rank, n: int, op: str, dtype: str, style: str) -> list[tuple[b
         if len(results) == 4:
             me.tell("flowing")
         results = results[-AFTER - 5 :]
-        left -= full not in results[-1][1]
+        left -= all(mask.bit_count() == me.world_size - lost for mask in results[-1][1])
     return results
 
 
@@ -102,7 +103,7 @@ def test_sigkill_costs_no_all_reduce(pool: Pool, world: MakeWorld, full: bool, w
         n, style = draw.choice([1, 1000, 300_000]), draw.choice(["blocking", "async", "barriers"])
         case = f"trial {trial}: {victims} of {size}, {n} {dtype}, {op}, {style}"
         env = {**on(wire), "ALGORITHM": draw.choice(["auto", "direct", "twoshot"])}
-        call = pool.start(reduce_on, world(size, **env), n, op, dtype, style)
+        call = pool.start(reduce_on, world(size, **env), n, op, dtype, style, len(victims))
         values = run_and_kill(call, victims, draw)
         live = sum(1 << r for r in range(size) if r not in victims)
         for results in values:
