@@ -148,25 +148,20 @@ def topology(
     backend: Any,
 ) -> tuple[list[list[int]], list[str], str, list[int], list[int], list[list[float]]]: ...
 def best_ring(rates: list[list[float]]) -> list[int]: ...  # ValueError
-def explain(
-    bytes: int,
-    partial_bytes: int,
-    world_size: int,
-    ranks_on_host: int,
-    sockets: bool,  # ranks of one host, too, go over them
-    wanted: str,
-    cost: dict[str, float],  # as of wire_cost; what is left out is the default
-    order: str = "ring",
-) -> tuple[str, str, list[tuple[str, float, float, float]]]: ...
-def choose_stream(
+def choose(
     kind: str,
     bytes: int,
     partial_bytes: int,
     coded_bytes: int,  # 0: without a codec
     world_size: int,
     ranks_on_host: int,
-    cost: dict[str, float],  # as of explain
-) -> tuple[str, int, int]: ...  # what runs; the hops and messages of Bruck's all-gather
+    in_memory: bool,  # all ranks share it
+    cost: dict[str, float],  # as of wire_cost; what is left out is the default
+    wanted: str = "auto",
+    order: str = "ring",
+) -> tuple[
+    str, str, list[tuple[str, float, float, float, float]]
+]: ...  # what runs, why, and of each candidate its seconds, hops, messages, bytes
 def coded_bytes(codec: str, elements: int) -> int: ...
 def wire_cost(backend: Any) -> dict[str, float]: ...  # the default's, for None
 def config() -> list[dict[str, str]]: ...  # a dictionary for each environment variable

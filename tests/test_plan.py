@@ -132,8 +132,8 @@ def test_a_group_is_predicted_by_what_it_takes(known: bool) -> None:
         job = Job(8 * per_host, 8, slow, bandwidth_known=known)
         cost = {"hop": 20e-6} | ({"byte": 1 / slow.rate} if known else {})
         for size in (KIB, 16 * KIB, 256 * KIB, 4 * MIB):
-            taken, _, _ = extension().explain(
-                size, size, 8 * per_host, per_host, False, "auto", cost
+            taken, _, _ = extension().choose(
+                "all_reduce", size, size, 0, 8 * per_host, per_host, False, cost
             )
             assert Model().choice("all_reduce", size, "", job) == taken
     ways = {

@@ -1,5 +1,7 @@
-// Chooses the algorithm of an all-reduce, and holds the cost model behind the choice.  Who asks:
-// collectives/all_reduce.cc, and before it group/wires.cc (Hierarchy::takes) between hosts.
+// Chooses the algorithm of every call of the CPU, and holds the cost model behind the choice:
+// `choose` is the one place that decides.  Its table (choose.cc) has a row for each kind of call
+// and algorithm.  Collectives run what it says, `--explain` prints it, the planner asks it.  For
+// GPUs cuda/kernels/gpu_tuning.h chooses.
 //
 // Inside a host every byte goes through the caches, so cost is counted in passes over the message:
 // bytes that one rank reads and writes, for a message of S bytes and P ranks.
@@ -14,7 +16,7 @@
 // whose extra pass is half a message; twoshot wins for larger messages of three and more ranks.
 // ring is there for comparison; benchmarks/core_perf.cc measures all three.
 //
-// Between hosts cost is time: that of a hop, of a message, of a byte (WireCost).
+// Between hosts cost is time: that of a hop, of a message, of a byte (WireCost).  All-reduces:
 //
 //   bruck    every rank gathers all inputs, in log P hops, and adds them: (P-1) S bytes
 //   direct   the same in one hop, with P-1 messages
@@ -27,27 +29,50 @@
 //   hierarchical   each host adds through shared memory, then rings between the hosts add: 2 (H-1)
 //                  hops, and 2 (H-1)/H S bytes on a host's wire
 //
+// Of compressed values:
+//
+//   owner    each rank sends each owner its part, coded once; the owner adds, codes the sum once
+//            and sends it to all: two-shot, and no error grows with the ranks
+//   ring     decode, add and code again at each hop; the coded sum then goes round unchanged: as
+//            many bytes, to one neighbour, but an error for each hop
+//
+// The other kinds: an all-gather by bruck or ring; a reduce-scatter by twoshot (each rank sends
+// each other its part) or ring; a reduce by direct (the root gets all inputs) or ring (a
+// reduce-scatter, and a gather to the root); a broadcast down a tree or, in slices, down a chain.
+//
 // In the order of ranks (algorithm/cut.h) ring and hierarchical cannot add, and are not chosen.
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <iterator>
 #include <optional>
-#include <string>
+#include <span>
 #include <string_view>
-#include <vector>
 
 #include "algorithm/cut.h"
 #include "base/op_signature.h"
 
 namespace ringreduce {
 
-enum class Algorithm : uint8_t { kAuto, kDirect, kTwoShot, kRing, kBruck, kHierarchical };
+enum class Algorithm : uint8_t {
+  kAuto,
+  kDirect,
+  kTwoShot,
+  kRing,
+  kBruck,
+  kHierarchical,
+  kOwner,
+  kTree,
+  kChain
+};
 inline constexpr auto kNoAlgorithm = static_cast<Algorithm>(0xff);  // no algorithm
-inline constexpr const char* kAlgorithmNames[] = {"auto", "direct", "twoshot",
-                                                  "ring", "bruck",  "hierarchical"};
+inline constexpr const char* kAlgorithmNames[] = {
+    "auto", "direct", "twoshot", "ring", "bruck", "hierarchical", "owner", "tree", "chain"};
+// The first of them, which a user can ask for: those of all-reduces.
+inline constexpr size_t kUsersAlgorithms = 6;
 // How an operation ran, for its record.
 struct Way {
   Algorithm algorithm = kNoAlgorithm;  // of an all-reduce
@@ -58,24 +83,12 @@ constexpr bool addsByRank(Algorithm algorithm) {
   return algorithm != Algorithm::kRing && algorithm != Algorithm::kHierarchical;
 }
 
+// One that a user can ask for.
 constexpr std::optional<Algorithm> algorithmNamed(std::string_view name) {
-  for (uint8_t i = 0; i < std::size(kAlgorithmNames); ++i)
+  for (uint8_t i = 0; i < kUsersAlgorithms; ++i)
     if (name == kAlgorithmNames[i]) return static_cast<Algorithm>(i);
   return std::nullopt;
 }
-
-// From this size on three and more ranks divide the addition.
-inline constexpr size_t kTwoShotBytes = 32 << 10;
-
-// Inside a host: one of the first three.  `wanted` is the user's choice; algorithms for sockets do
-// not apply to ranks that share memory.
-constexpr Algorithm chooseAllReduce(size_t bytes, int world_size, Algorithm wanted) {
-  if (wanted != Algorithm::kAuto && wanted < Algorithm::kBruck) return wanted;
-  if (world_size > 2 && bytes >= kTwoShotBytes) return Algorithm::kTwoShot;
-  return Algorithm::kDirect;
-}
-
-// ---- between hosts
 
 // In seconds.  The ranks of a group agree on one when the group is made (group/network.cc).
 struct WireCost {
@@ -92,17 +105,6 @@ struct WireCost {
   // The wire alone.
   constexpr double roundTrip() const { return 2 * (hop - kSystem); }
 };
-
-// The factor by which a byte costs more if each rank sends to all others, not to its neighbour:
-// between hosts of p ranks the ring has p times fewer flows.
-constexpr double crowding(int world_size, const WireCost& cost) {
-  const double P = world_size, p = cost.ranks_on_host;
-  return std::max(1., p * (P - p) / (P - 1)) * (1 + cost.crowd * (P - 2));
-}
-
-// Above this much memory for the inputs of all ranks, bruck and direct are not chosen; above the
-// second not even if the user asks for them.
-inline constexpr size_t kBruckBytes = 4 << 20, kMostBruckBytes = 64 << 20;
 
 // Bruck's all-gather: distances to other ranks in groups of radix - 1, each group a hop.  With
 // radix P it is one hop.
@@ -129,174 +131,47 @@ constexpr int bruckRadix(int world_size, const WireCost& cost) {
   return best;
 }
 
-// How long an all-reduce takes by each way.  `partial_bytes`: the message's, as partial sums.
-struct StreamTimes {
-  constexpr StreamTimes(size_t bytes, size_t partial_bytes, int world_size, const WireCost& cost)
-      : P(world_size),
-        S(static_cast<double>(bytes)),
-        partial(static_cast<double>(partial_bytes)),
-        cost(cost) {}
+// ---- the choice
 
-  constexpr double bruck() const {
-    const int world_size = static_cast<int>(P);
-    return bruckOverhead(world_size, bruckRadix(world_size, cost), cost) +
-           (P - 1) * S * cost.byte * crowding(world_size, cost) + P * S * cost.memory;
-  }
-  constexpr double twoShot() const {
-    return 2 * (cost.hop + (P - 1) * cost.message) +
-           2 * (P - 1) / P * S * cost.byte * crowding(static_cast<int>(P), cost) + S * cost.memory;
-  }
-  // The first hop carries inputs, P-2 carry partial sums, P-1 the result.
-  constexpr double ringBytes() const { return (S + (P - 2) * partial + (P - 1) * S) / P; }
-  constexpr double ring() const {
-    return 2 * (P - 1) * (cost.hop + cost.message) + ringBytes() * cost.byte + S * cost.memory;
-  }
-  // For a host, H-1 hops carry its sums, and H-1 the result.
-  constexpr double hierarchyBytes(int ranks_on_host) const {
-    const double H = P / ranks_on_host;
-    return (H - 1) * (partial + S) / H;
-  }
-  // Inside the host all bytes are copied twice and added once.
-  constexpr double hierarchy(int ranks_on_host) const {
-    const double p = ranks_on_host, H = P / p;
-    return 2 * (H - 1) * (cost.hop + cost.message) + 2 * p * cost.message +
-           hierarchyBytes(ranks_on_host) * cost.byte + 2.5 * S * cost.memory;
-  }
-
-  double P, S, partial;
-  const WireCost& cost;
+// What a choice needs to know of a call.
+struct CallSize {
+  Kind kind;
+  size_t bytes;                         // of the whole message
+  size_t partial_bytes = 0;             // the same as partial sums, where it adds
+  size_t coded_bytes = 0;               // the same as coded, of kCompressedAllReduce
+  Algorithm wanted = Algorithm::kAuto;  // the user's; what cannot be had does not count
 };
 
-// Of ranks that see no hosts: one of direct, twoshot, ring and bruck.
-constexpr Algorithm chooseStreamAllReduce(size_t bytes, size_t partial_bytes, int world_size,
-                                          Algorithm wanted, const WireCost& cost,
-                                          AddOrder order = AddOrder::kRing) {
-  const StreamTimes times(bytes, partial_bytes, world_size, cost);
-  const double everything = times.P * times.S;
-  const bool gathers = wanted == Algorithm::kBruck || wanted == Algorithm::kDirect;
-  if (wanted != Algorithm::kAuto && wanted != Algorithm::kHierarchical &&
-      !(gathers && everything > static_cast<double>(kMostBruckBytes)))
-    return wanted;
-  const bool rings = order == AddOrder::kRing;
-  const double bruck = times.bruck(), two_shot = times.twoShot(), ring = times.ring();
-  if ((bruck <= ring || !rings) && bruck <= two_shot &&
-      everything <= static_cast<double>(kBruckBytes))
-    return Algorithm::kBruck;
-  if (!rings) return Algorithm::kTwoShot;
-  return two_shot < ring && world_size > 2 ? Algorithm::kTwoShot : Algorithm::kRing;
-}
-
-// ---- compressed values
-//
-//   owner    each rank sends each owner its part, coded once; the owner adds, codes the sum once
-//            and sends it to all: two-shot, and no error grows with the ranks
-//   ring     decode, add and code again at each hop; the coded sum then goes round unchanged: as
-//            many bytes, to one neighbour, but an error for each hop
-
-// The time of each schedule.  In both a rank encodes the message once and decodes it twice, which
-// costs about as much as adding its bytes.
-struct CodedTimes {
-  constexpr CodedTimes(size_t bytes, size_t coded_bytes, int world_size, const WireCost& cost)
-      : P(world_size),
-        S(static_cast<double>(bytes)),
-        coded(static_cast<double>(coded_bytes)),
-        cost(cost) {}
-
-  constexpr double coding() const { return 3 * S * cost.memory; }
-  constexpr double owner() const {
-    return 2 * (cost.hop + (P - 1) * cost.message) + coding() +
-           2 * (P - 1) / P * coded * cost.byte * crowding(static_cast<int>(P), cost);
-  }
-  constexpr double ring() const {
-    return 2 * (P - 1) * (cost.hop + cost.message) + coding() + 2 * (P - 1) / P * coded * cost.byte;
-  }
-
-  double P, S, coded;
-  const WireCost& cost;
+// The ranks that take part.
+struct Shape {
+  int ranks;
+  int ranks_on_host = 1;   // above 1: so many on each of several hosts, which can use the hierarchy
+  bool in_memory = false;  // all share memory
+  AddOrder order = AddOrder::kRing;
 };
 
-// The ring is chosen only if it saves this part of the time, since it is less accurate.
-inline constexpr double kRingSaves = 0.2;
-
-// Between hosts: owner or ring.
-constexpr CodedSchedule chooseCoded(size_t bytes, size_t coded_bytes, int world_size,
-                                    CodedSchedule wanted, const WireCost& cost) {
-  if (wanted != CodedSchedule::kAuto) return wanted;
-  const CodedTimes times(bytes, coded_bytes, world_size, cost);
-  const bool ring = world_size > 2 && times.ring() < (1 - kRingSaves) * times.owner();
-  return ring ? CodedSchedule::kRing : CodedSchedule::kOwner;
-}
-
-// Whether several hosts with as many ranks each, at least two, use the hierarchy.
-constexpr bool reducesByHosts(size_t bytes, size_t partial_bytes, int world_size, int ranks_on_host,
-                              Algorithm wanted, const WireCost& cost) {
-  if (wanted != Algorithm::kAuto) return wanted == Algorithm::kHierarchical;
-  const StreamTimes times(bytes, partial_bytes, world_size, cost);
-  const double other =
-      chooseStreamAllReduce(bytes, partial_bytes, world_size, wanted, cost) == Algorithm::kBruck
-          ? times.bruck()
-          : std::min(times.twoShot(), times.ring());
-  // Bytes that go through sockets are copied into the kernel and out of it.
-  const double saved = times.ringBytes() - times.hierarchyBytes(ranks_on_host) / ranks_on_host;
-  return times.hierarchy(ranks_on_host) < other + saved * 2 * cost.memory;
-}
-
-// Whether an all-gather uses the ring; else Bruck's.  `bytes`: of all ranks together.
-constexpr bool gathersByRing(size_t bytes, int world_size, const WireCost& cost) {
-  const double P = world_size;
-  const double wire = static_cast<double>(bytes) * (P - 1) / P * cost.byte;
-  return (P - 1) * (cost.hop + cost.message) + wire <
-         bruckOverhead(world_size, bruckRadix(world_size, cost), cost) +
-             wire * crowding(world_size, cost);
-}
-
-// Whether a reduce-scatter uses the ring; else each rank sends each other rank its part.
-constexpr bool scattersByRing(size_t bytes, size_t partial_bytes, int world_size,
-                              const WireCost& cost) {
-  const double P = world_size, S = static_cast<double>(bytes);
-  const double on_ring = (S + (P - 2) * static_cast<double>(partial_bytes)) / P;
-  return (P - 1) * (cost.hop + cost.message) + on_ring * cost.byte <
-         cost.hop + (P - 1) * cost.message +
-             (P - 1) / P * S * cost.byte * crowding(world_size, cost);
-}
-
-// Whether a reduce is a reduce-scatter on the ring and a gather to the root; else the root gets all
-// inputs.
-constexpr bool reducesByRing(size_t bytes, size_t partial_bytes, int world_size,
-                             const WireCost& cost) {
-  const double P = world_size, S = static_cast<double>(bytes);
-  const double on_ring = (S + (P - 2) * static_cast<double>(partial_bytes) + (P - 1) * S) / P;
-  return P * cost.hop + 2 * (P - 1) * cost.message + on_ring * cost.byte <
-         cost.hop + (P - 1) * (cost.message + S * cost.byte);
-}
-
-// Whether a broadcast goes down a chain in slices; else down a tree, whose root sends the message
-// to log P ranks.
-constexpr bool broadcastsByChain(size_t bytes, int world_size, const WireCost& cost) {
-  int levels = 0;
-  for (int64_t near = 1; near < world_size; near *= 2) ++levels;
-  const double S = static_cast<double>(bytes) * cost.byte;
-  return (world_size - 1) * (cost.hop + cost.message) + S < levels * (cost.hop + cost.message + S);
-}
-
-// ---- why: each candidate between hosts with its modelled time
-
+// What is known of an algorithm that a call could take.
 struct Candidate {
-  Algorithm algorithm;
-  double seconds;
-  double hops;   // one after the other
-  double bytes;  // that a host's wire carries each way
+  Algorithm algorithm = Algorithm::kAuto;
+  double seconds = 0;
+  double hops = 0;      // one after the other
+  double messages = 0;  // that a rank sends
+  double bytes = 0;     // that a host's wire carries each way
 };
 
-struct Explanation {
-  Algorithm choice;
-  std::vector<Candidate> candidates;
-  std::string why;
+struct Choice {
+  static constexpr size_t kMost = 5;
+
+  std::span<const Candidate> candidates() const { return {all.data(), count}; }
+
+  Candidate taken;  // inside a host, whose cost is no time, only its algorithm is known
+  const char* why;
+  size_t count = 0;  // of the candidates, none inside a host
+  std::array<Candidate, kMost> all;
 };
 
-// Of `world_size` ranks, as many on each of several hosts.
-Explanation explainStreamAllReduce(size_t bytes, size_t partial_bytes, int world_size,
-                                   int ranks_on_host, Algorithm wanted, const WireCost& cost,
-                                   AddOrder order = AddOrder::kRing);
+// Of two ranks or more.  Pure: ranks that know the same choose the same.  For a kind of call that
+// has one algorithm only, kNoAlgorithm.
+Choice choose(const CallSize& call, const Shape& shape, const WireCost& cost);
 
 }  // namespace ringreduce

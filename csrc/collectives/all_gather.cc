@@ -99,12 +99,11 @@ void allGather(StreamCommunicator& c, const AllGather& a) {
     blocks.places.push_back(static_cast<std::byte*>(a.outputs[(me + x) % P]));
     blocks.bytes.push_back(a.counts[(me + x) % P] * width);
   }
-  const WireCost& cost = c.options.cost;
   const size_t total = std::accumulate(blocks.bytes.begin(), blocks.bytes.end(), size_t{0});
-  if (gathersByRing(total, c.size, cost))
+  if (c.choose({Kind::kAllGather, total}) == Algorithm::kRing)
     gatherByRing(c, blocks);
   else
-    gatherByBruck(c.transport, blocks, bruckRadix(c.size, cost));
+    gatherByBruck(c.transport, blocks, bruckRadix(c.size, c.options.cost));
 }
 
 void allGatherUnknown(StreamCommunicator& c, const AllGatherUnknown& a) {

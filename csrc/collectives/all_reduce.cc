@@ -45,7 +45,8 @@ void allReduce(Communicator& c, const AllReduce& a) {
   if (a.op == ReduceOp::kPremulSum) scale(a.dtype, a.data, a.data, a.count, a.factor);
   if (c.size == 1) return;  // the reduction of one value is the value
   const Reducible reducible{a.data, a.data, a.count, a.dtype, a.op};
-  c.way.algorithm = chooseAllReduce(a.count * sizeOf(a.dtype), c.size, c.algorithm);
+  c.way.algorithm = c.choose(
+      {.kind = Kind::kAllReduce, .bytes = a.count * sizeOf(a.dtype), .wanted = c.algorithm});
   switch (c.way.algorithm) {
     case Algorithm::kTwoShot:
       return Reduction(c, reducible).twoShot();
@@ -134,17 +135,21 @@ void twoShot(StreamCommunicator& c, const AllReduce& a) {
 
 }  // namespace
 
+CallSize callSize(const AllReduce& a, Algorithm wanted) {
+  return {.kind = Kind::kAllReduce,
+          .bytes = a.count * sizeOf(a.dtype),
+          .partial_bytes = a.count * sizeOf(reduceKernels(a.dtype, a.op).partial),
+          .wanted = wanted};
+}
+
 void allReduce(StreamCommunicator& c, const AllReduce& a) {
   if (a.op == ReduceOp::kPremulSum) scale(a.dtype, a.data, a.data, a.count, a.factor);
   const int P = c.size;
   if (P == 1) return;  // the reduction of one value is the value
-  const WireCost& cost = c.options.cost;
-  const size_t partial = sizeOf(reduceKernels(a.dtype, a.op).partial);
-  c.way.algorithm = chooseStreamAllReduce(a.count * sizeOf(a.dtype), a.count * partial, P,
-                                          c.options.algorithm, cost, c.options.order);
+  c.way.algorithm = c.choose(callSize(a, c.options.algorithm));
   switch (c.way.algorithm) {
     case Algorithm::kBruck:
-      return bruck(c, a, bruckRadix(P, cost));
+      return bruck(c, a, bruckRadix(P, c.options.cost));
     case Algorithm::kDirect:
       return bruck(c, a, P);
     case Algorithm::kTwoShot:

@@ -106,7 +106,7 @@ void broadcast(StreamCommunicator& c, const Broadcast& b) {
   if (c.size == 1) return;
   const size_t bytes = b.count * sizeOf(b.dtype);
   auto* data = static_cast<std::byte*>(b.data);
-  if (broadcastsByChain(bytes, c.size, c.options.cost))
+  if (c.choose({Kind::kBroadcast, bytes}) == Algorithm::kChain)
     byChain(c.transport, b.root, data, bytes);
   else
     byTree(c.transport, b.root, data, bytes);

@@ -53,6 +53,8 @@ struct AllReduce {
 };
 void allReduce(Communicator&, const AllReduce&);
 void allReduce(StreamCommunicator&, const AllReduce&);
+// What the choice of its algorithm needs to know.
+CallSize callSize(const AllReduce&, Algorithm wanted);
 
 // Sums or averages of float32 that travel in fewer bytes, and not exactly.  A group of one sends
 // nothing: its input is copied as it is.

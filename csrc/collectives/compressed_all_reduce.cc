@@ -551,10 +551,15 @@ class CodedRing : CodedPass {
 void compressedAllReduce(StreamCommunicator& c, const CompressedAmong& among) {
   CompressedAmong chosen = among;
   CompressedAllReduce& a = chosen.call;
-  const int P = static_cast<int>(among.ranks.size());
   const size_t n = a.chosen_for ? a.chosen_for : a.count;
-  a.schedule =
-      chooseCoded(n * sizeof(float), codedBytes(a.coding.codec, n), P, a.schedule, c.options.cost);
+  if (a.schedule == CodedSchedule::kAuto) {
+    const Choice choice = choose({.kind = Kind::kCompressedAllReduce,
+                                  .bytes = n * sizeof(float),
+                                  .coded_bytes = codedBytes(a.coding.codec, n)},
+                                 {.ranks = static_cast<int>(among.ranks.size())}, c.options.cost);
+    a.schedule =
+        choice.taken.algorithm == Algorithm::kRing ? CodedSchedule::kRing : CodedSchedule::kOwner;
+  }
   if (a.schedule == CodedSchedule::kRing)
     CodedRing(c, chosen).run();
   else

@@ -112,12 +112,8 @@ size_t Hierarchy::stagingBytes() const {
 }
 
 bool Hierarchy::takes(const StreamCommunicator& c, const AllReduce& a) const {
-  const StreamOptions& options = c.options;
-  return options.order == AddOrder::kRing &&
-         reducesByHosts(a.count * sizeOf(a.dtype),
-                        a.count * sizeOf(reduceKernels(a.dtype, a.op).partial), hosts_.size(),
-                        static_cast<int>(hosts_.localRanks().size()), options.algorithm,
-                        options.cost);
+  const int ranks_on_host = static_cast<int>(hosts_.localRanks().size());
+  return c.choose(callSize(a, c.options.algorithm), ranks_on_host) == Algorithm::kHierarchical;
 }
 
 Hierarchy::InsideHost Hierarchy::parts(const void* input, void* output, size_t count, DType dtype,

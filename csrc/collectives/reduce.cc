@@ -39,7 +39,7 @@ void reduce(Communicator& c, const Reduce& r) {
     return;
   }
   // Not the ring, which would carry the whole message to all ranks.
-  if (chooseAllReduce(bytes, c.size, Algorithm::kAuto) == Algorithm::kTwoShot)
+  if (c.choose({Kind::kReduce, bytes}) == Algorithm::kTwoShot)
     Reduction(c, reducible).twoShot();
   else
     Reduction(c, reducible).direct();
@@ -63,9 +63,7 @@ void reduce(StreamCommunicator& c, const Reduce& r) {
     return;
   }
   const size_t partial = sizeOf(reduceKernels(r.dtype, r.op).partial);
-  const StreamOptions& options = c.options;
-  if (options.order == AddOrder::kRing &&
-      reducesByRing(bytes, r.count * partial, P, options.cost)) {
+  if (c.choose({Kind::kReduce, bytes, r.count * partial}) == Algorithm::kRing) {
     const Cut cut{r.count, P};
     std::vector<RingChunk> chunks;
     for (int owner = 0; owner < P; ++owner) {

@@ -138,9 +138,7 @@ void reduceScatter(StreamCommunicator& c, const ReduceScatter& r) {
     return;
   }
   const size_t partial = sizeOf(reduceKernels(r.dtype, r.op).partial);
-  const StreamOptions& options = c.options;
-  if (options.order == AddOrder::kRing &&
-      scattersByRing(total * width, total * partial, P, options.cost))
+  if (c.choose({Kind::kReduceScatter, total * width, total * partial}) == Algorithm::kRing)
     return runStreamRing(c, {std::move(parts), r.dtype, r.op, Ending::kOwner});
 
   DirectSum sum(c, r.dtype, r.op, mine.count, me);

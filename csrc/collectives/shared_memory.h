@@ -33,6 +33,9 @@ struct Communicator {
   SharedTensors* tensors = nullptr;  // null: tensors are not used in place
   Way way = {};                      // of the last operation
 
+  Algorithm choose(const CallSize& call) const {
+    return ringreduce::choose(call, {.ranks = size, .in_memory = true}, {}).taken.algorithm;
+  }
   int previousRank() const { return (rank + size - 1) % size; }
 };
 

@@ -81,6 +81,11 @@ class StreamCommunicator {
   const StreamOptions options;
   Way way;  // of the last operation
 
+  // `ranks_on_host`: above 1, the hierarchy can be taken.
+  Algorithm choose(const CallSize& call, int ranks_on_host = 1) const {
+    const Shape shape{.ranks = size, .ranks_on_host = ranks_on_host, .order = options.order};
+    return ringreduce::choose(call, shape, options.cost).taken.algorithm;
+  }
   // Starts an operation; transport.finish() ends it.
   void begin(const Announcement& operation) {
     scratch_.reset();

@@ -361,64 +361,39 @@ py::dict costTo(const WireCost& cost) {
   return all;
 }
 
-// The choice, why, and of each candidate its name, seconds, hops and bytes: there are none where
-// all share memory.
-py::tuple explain(size_t bytes, size_t partial_bytes, int world_size, int ranks_on_host,
-                  bool sockets, const std::string& wanted, const py::dict& given,
-                  const std::string& order_name) {
+// What runs for a call, why, and of each candidate its name, seconds, hops, messages and bytes:
+// there are none where all share memory.
+py::tuple chooseFor(const std::string& kind_name, size_t bytes, size_t partial_bytes,
+                    size_t coded_bytes, int world_size, int ranks_on_host, bool in_memory,
+                    const py::dict& given, const std::string& wanted,
+                    const std::string& order_name) {
   const auto algorithm = algorithmNamed(wanted);
   const AddOrder order = orderNamed(order_name);
   if (order == AddOrder::kRank && algorithm && !addsByRank(*algorithm))
     throw py::value_error("the algorithm '" + wanted + "' cannot add in the order of ranks");
-  if (algorithm && world_size >= 2 && ranks_on_host == world_size && !sockets) {
-    const Algorithm choice = chooseAllReduce(bytes, world_size, *algorithm);
-    return py::make_tuple(kAlgorithmNames[static_cast<size_t>(choice)],
-                          choice == *algorithm            ? "asked for"
-                          : choice == Algorithm::kTwoShot ? "shares the addition out"
-                          : world_size == 2               ? "two ranks: one wait a slice"
-                                                          : "small: one wait a slice",
-                          py::list());
-  }
-  if (!algorithm || world_size < 2 || ranks_on_host < 1 || world_size % ranks_on_host != 0)
-    throw py::value_error("there is no such algorithm, or no such group");
+  const auto* kind = std::ranges::find(kKindTable, kind_name, &KindInfo::name);
+  const bool even = coded_bytes > 0 || world_size % std::max(1, ranks_on_host) == 0;
+  if (!algorithm || kind == std::end(kKindTable) || world_size < 2 || ranks_on_host < 1 || !even)
+    throw py::value_error("there is no such algorithm, call or group");
   WireCost cost = costFrom(given);
   cost.ranks_on_host = ranks_on_host;
-  const Explanation found = explainStreamAllReduce(bytes, partial_bytes, world_size, ranks_on_host,
-                                                   *algorithm, cost, order);
+  const auto of_table = static_cast<Kind>(kind - std::begin(kKindTable));
+  const Choice choice = choose(
+      {.kind = coded_bytes > 0 ? Kind::kCompressedAllReduce : of_table,
+       .bytes = bytes,
+       .partial_bytes = partial_bytes,
+       .coded_bytes = coded_bytes,
+       .wanted = *algorithm},
+      {.ranks = world_size, .ranks_on_host = ranks_on_host, .in_memory = in_memory, .order = order},
+      cost);
+  const auto name = [](Algorithm one) {
+    return one == kNoAlgorithm ? "" : kAlgorithmNames[static_cast<size_t>(one)];
+  };
   py::list candidates;
-  for (const Candidate& one : found.candidates)
-    candidates.append(py::make_tuple(kAlgorithmNames[static_cast<size_t>(one.algorithm)],
-                                     one.seconds, one.hops, one.bytes));
-  return py::make_tuple(kAlgorithmNames[static_cast<size_t>(found.choice)], found.why, candidates);
-}
-
-// What ranks on several hosts run for a call, and the hops and messages of Bruck's all-gather
-// there. `coded_bytes` of 0: without a codec.
-py::tuple chooseStream(const std::string& kind, size_t bytes, size_t partial_bytes,
-                       size_t coded_bytes, int world_size, int ranks_on_host,
-                       const py::dict& given) {
-  if (world_size < 2 || ranks_on_host < 1) throw py::value_error("there is no such group");
-  WireCost cost = costFrom(given);
-  cost.ranks_on_host = ranks_on_host;
-  const auto choice = [&]() -> const char* {
-    if (kind == "all_reduce" && coded_bytes > 0)
-      return chooseCoded(bytes, coded_bytes, world_size, CodedSchedule::kAuto, cost) ==
-                     CodedSchedule::kRing
-                 ? "ring"
-                 : "owner";
-    if (kind == "all_reduce")
-      return kAlgorithmNames[static_cast<size_t>(explainStreamAllReduce(bytes, partial_bytes,
-                                                                        world_size, ranks_on_host,
-                                                                        Algorithm::kAuto, cost)
-                                                     .choice)];
-    if (kind == "all_gather") return gathersByRing(bytes, world_size, cost) ? "ring" : "bruck";
-    if (kind == "reduce_scatter")
-      return scattersByRing(bytes, partial_bytes, world_size, cost) ? "ring" : "twoshot";
-    if (kind == "broadcast") return broadcastsByChain(bytes, world_size, cost) ? "chain" : "tree";
-    throw py::value_error("no algorithm is chosen for " + kind);
-  }();
-  const BruckShape shape = bruckShape(world_size, bruckRadix(world_size, cost));
-  return py::make_tuple(choice, shape.hops, shape.messages);
+  for (const Candidate& one : choice.candidates())
+    candidates.append(
+        py::make_tuple(name(one.algorithm), one.seconds, one.hops, one.messages, one.bytes));
+  return py::make_tuple(name(choice.taken.algorithm), choice.why, candidates);
 }
 
 // ---- compressed all-reduces and the compressing hook
@@ -685,10 +660,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bindCompression(m);
   m.def("topology", &topologyOf, "backend"_a);
   m.def("best_ring", &bestRingOf, "rates"_a);
-  m.def("explain", &explain, "bytes"_a, "partial_bytes"_a, "world_size"_a, "ranks_on_host"_a,
-        "sockets"_a, "wanted"_a, "cost"_a, "order"_a = "ring");
-  m.def("choose_stream", &chooseStream, "kind"_a, "bytes"_a, "partial_bytes"_a, "coded_bytes"_a,
-        "world_size"_a, "ranks_on_host"_a, "cost"_a);
+  m.def("choose", &chooseFor, "kind"_a, "bytes"_a, "partial_bytes"_a, "coded_bytes"_a,
+        "world_size"_a, "ranks_on_host"_a, "in_memory"_a, "cost"_a, "wanted"_a = "auto",
+        "order"_a = "ring");
   m.def(
       "coded_bytes",
       [](const std::string& codec, size_t elements) {

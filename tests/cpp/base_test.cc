@@ -8,6 +8,7 @@
 #include <clocale>
 #include <cstdlib>
 #include <locale>
+#include <span>
 #include <string>
 #include <string_view>
 #include <thread>
@@ -62,15 +63,26 @@ TEST(a_chunk_is_added_from_its_next_rank_to_its_owner) {
 }
 
 TEST(the_user_has_the_last_word_on_the_algorithm) {
-  CHECK(chooseAllReduce(1 << 20, 4, Algorithm::kRing) == Algorithm::kRing);
+  const auto in_memory = [](size_t bytes, int P, Algorithm wanted) {
+    const CallSize call{.kind = Kind::kAllReduce, .bytes = bytes, .wanted = wanted};
+    return choose(call, {.ranks = P, .in_memory = true}, {}).taken.algorithm;
+  };
+  CHECK(in_memory(1 << 20, 4, Algorithm::kRing) == Algorithm::kRing);
   for (int P : {2, 3, 64})
     for (size_t bytes : {size_t{0}, size_t{1} << 30})
-      CHECK(chooseAllReduce(bytes, P, Algorithm::kAuto) != Algorithm::kAuto);
-  CHECK(chooseAllReduce(1 << 20, 4, Algorithm::kBruck) == Algorithm::kTwoShot);
-  CHECK(chooseAllReduce(1 << 20, 4, Algorithm::kHierarchical) == Algorithm::kTwoShot);
+      CHECK(in_memory(bytes, P, Algorithm::kAuto) != Algorithm::kAuto);
+  CHECK(in_memory(1 << 20, 4, Algorithm::kBruck) == Algorithm::kTwoShot);
+  CHECK(in_memory(1 << 20, 4, Algorithm::kHierarchical) == Algorithm::kTwoShot);
   CHECK(algorithmNamed("twoshot") == Algorithm::kTwoShot);
   CHECK(algorithmNamed("bruck") == Algorithm::kBruck);
   CHECK(!algorithmNamed("treering"));
+}
+
+Algorithm allReduceOf(size_t bytes, size_t partial, const Shape& shape, Algorithm wanted,
+                      const WireCost& cost) {
+  const CallSize call{
+      .kind = Kind::kAllReduce, .bytes = bytes, .partial_bytes = partial, .wanted = wanted};
+  return choose(call, shape, cost).taken.algorithm;
 }
 
 TEST(between_hosts_hops_count_for_little_and_bytes_for_much) {
@@ -80,7 +92,7 @@ TEST(between_hosts_hops_count_for_little_and_bytes_for_much) {
   for (int P : {2, 3, 8, 64})
     for (const WireCost& wire : {cost, crowded}) {
       const auto choice = [&](size_t bytes, size_t partial) {
-        return chooseStreamAllReduce(bytes, partial, P, Algorithm::kAuto, wire);
+        return allReduceOf(bytes, partial, {P}, Algorithm::kAuto, wire);
       };
       CHECK(choice(0, 0) == Algorithm::kBruck);
       CHECK(choice(1024, 1024) == Algorithm::kBruck);
@@ -93,16 +105,16 @@ TEST(between_hosts_hops_count_for_little_and_bytes_for_much) {
         bruck = now == Algorithm::kBruck;
         ring = now == Algorithm::kRing;
       }
-      CHECK(chooseStreamAllReduce(0, 0, P, Algorithm::kDirect, wire) == Algorithm::kDirect);
-      CHECK(chooseStreamAllReduce(1 << 30, 1 << 30, P, Algorithm::kDirect, wire) ==
-            Algorithm::kRing);
+      CHECK(allReduceOf(0, 0, {P}, Algorithm::kDirect, wire) == Algorithm::kDirect);
+      CHECK(allReduceOf(1 << 30, 1 << 30, {P}, Algorithm::kDirect, wire) == Algorithm::kRing);
       // A ring cannot add in the order of ranks.
       for (size_t bytes = 1; bytes <= 1 << 30; bytes *= 2)
         for (Algorithm wanted : {Algorithm::kAuto, Algorithm::kDirect, Algorithm::kBruck})
-          CHECK(addsByRank(chooseStreamAllReduce(bytes, bytes, P, wanted, wire, AddOrder::kRank)));
+          CHECK(addsByRank(
+              allReduceOf(bytes, bytes, {.ranks = P, .order = AddOrder::kRank}, wanted, wire)));
     }
   // Halves, whose partial sums are twice as long.
-  CHECK(chooseStreamAllReduce(size_t{1} << 30, size_t{2} << 30, 8, Algorithm::kAuto, cost) ==
+  CHECK(allReduceOf(size_t{1} << 30, size_t{2} << 30, {8}, Algorithm::kAuto, cost) ==
         Algorithm::kTwoShot);
 }
 
@@ -114,7 +126,7 @@ TEST(hosts_of_several_ranks_go_by_the_hierarchy_from_some_size_on) {
       cost.ranks_on_host = ranks;
       const int P = hosts * ranks;
       const auto taken = [&](size_t bytes, size_t partial, Algorithm wanted = Algorithm::kAuto) {
-        return reducesByHosts(bytes, partial, P, ranks, wanted, cost);
+        return allReduceOf(bytes, partial, {P, ranks}, wanted, cost) == Algorithm::kHierarchical;
       };
       CHECK(taken(much, much) && taken(much, 2 * much));
       CHECK(!taken(0, 0) && !taken(64, 64));
@@ -125,8 +137,8 @@ TEST(hosts_of_several_ranks_go_by_the_hierarchy_from_some_size_on) {
         before = taken(bytes, bytes);
       }
       // Where there is no hierarchy, one of the others.
-      CHECK(chooseStreamAllReduce(much, much, P, Algorithm::kHierarchical, cost) ==
-            chooseStreamAllReduce(much, much, P, Algorithm::kAuto, cost));
+      CHECK(allReduceOf(much, much, {P}, Algorithm::kHierarchical, cost) ==
+            allReduceOf(much, much, {P}, Algorithm::kAuto, cost));
     }
 }
 
@@ -165,7 +177,7 @@ TEST(the_environment_is_read_with_care) {
   };
   CHECK_EQ(round_trip("0.25"), 0.25);
   for (const char* bad : {"-1", "0", "x", "1e9", "nan"}) CHECK_THROWS(Error, round_trip(bad));
-  for (const char* name : kAlgorithmNames)
+  for (const char* name : std::span(kAlgorithmNames).first(kUsersAlgorithms))
     CHECK_EQ(read("RINGREDUCE_ALGORITHM", name, &Config::algorithm), name);
 }
 

@@ -1,5 +1,6 @@
 // What the chooser knows of the wires: the slowest that any rank was told of or saw, the same at
 // all.
+#include <algorithm>
 #include <functional>
 
 #include "algorithm/choose.h"
@@ -86,24 +87,18 @@ TEST(what_is_seen_is_no_more_than_a_process_takes) {
   });
 }
 
-TEST(a_choice_is_explained_as_it_is_made) {
+TEST(a_choice_has_its_candidates) {
   for (const int ranks_on_host : {1, 2, 4})
     for (const double hop : {30e-6, 1e-3, 25e-3})
       for (size_t bytes = 64; bytes <= 64 << 20; bytes *= 4) {
         WireCost cost;
         cost.hop = hop;
         cost.ranks_on_host = ranks_on_host;
-        const Explanation found =
-            explainStreamAllReduce(bytes, bytes, 8, ranks_on_host, Algorithm::kAuto, cost);
-        const Algorithm taken =
-            ranks_on_host > 1 &&
-                    reducesByHosts(bytes, bytes, 8, ranks_on_host, Algorithm::kAuto, cost)
-                ? Algorithm::kHierarchical
-                : chooseStreamAllReduce(bytes, bytes, 8, Algorithm::kAuto, cost);
-        CHECK(found.choice == taken);
-        CHECK(!found.why.empty());
-        CHECK_EQ(found.candidates.size(), ranks_on_host > 1 ? 4u : 3u);
-        for (const Candidate& one : found.candidates)
-          CHECK(one.seconds > 0 && one.hops >= 1 && one.bytes > 0);
+        const Choice found = choose({Kind::kAllReduce, bytes, bytes}, {8, ranks_on_host}, cost);
+        CHECK(std::ranges::count(found.candidates(), found.taken.algorithm, &Candidate::algorithm));
+        CHECK(*found.why != 0);
+        CHECK_EQ(found.count, ranks_on_host > 1 ? 4u : 3u);
+        for (const Candidate& one : found.candidates())
+          CHECK(one.seconds > 0 && one.hops >= 1 && one.messages >= 1 && one.bytes > 0);
       }
 }

@@ -127,16 +127,17 @@ def explained(
         )
     heads = "".join(f"{name:>14}" for name in CANDIDATES)
     lines.append(f"{'size':>8}  {'takes':<13}{heads}  why")
+    in_memory = per_host == world.ranks and not world.sockets
     for size in sizes:
-        choice, why, candidates = extension().explain(
-            size, partial_bytes(size, dtype), world.ranks, per_host, world.sockets, algorithm,
-            model, order,
+        choice, why, candidates = extension().choose(
+            "all_reduce", size, partial_bytes(size, dtype), 0, world.ranks, per_host, in_memory,
+            model, algorithm, order,
         )  # fmt: skip
-        times = {name: seconds for name, seconds, _, _ in candidates}
+        times = {name: seconds for name, seconds, *_ in candidates}
         cells = "".join(
             f"{format_time(times[name]) if name in times else '-':>14}" for name in CANDIDATES
         )
-        for name, _, hops, wire in candidates:
+        for name, _, hops, _, wire in candidates:
             if name == choice:
                 why += f"; {hops:.0f} hop(s), {wire / max(size, 1):.2f} of the message on a wire"
         lines.append(f"{format_size(size):>8}  {choice:<13}{cells}  {why}")

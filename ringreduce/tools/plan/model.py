@@ -345,15 +345,16 @@ class Model:
         world, part = (job.hosts, size / job.per_host) if codec else (job.ranks, size)
         coded = coded_size(part, codec, width) if codec else 0
         elements = int(part / width)
-        algorithm, hops, messages = extension().choose_stream(
+        algorithm, _, candidates = extension().choose(
             kind, elements * 4 if codec else int(part), elements * 4 if width == 2 else int(part),
-            coded, world, job.per_host, cost,
+            coded, world, job.per_host, False, cost,
         )  # fmt: skip
+        bruck = {name: (int(h), int(m)) for name, _, h, m, _ in candidates}.get("bruck", (0, 0))
         among_hosts = algorithm == "hierarchical" or (bool(codec) and job.per_host > 1)
         return _Stream(
             kind, algorithm, size, width, codec, job.hosts if among_hosts else job.ranks, job.line,
             job.crowd, 1.0 if among_hosts else flows_of_a_host(job.ranks, job.per_host),
-            cost["hop"], (hops, messages),
+            cost["hop"], bruck,
         )  # fmt: skip
 
     def choice(self, kind: str, size: float, codec: str, job: Job, width: int = 4) -> str:
@@ -401,8 +402,10 @@ class Model:
             return Estimate(0.0, 0.0, 0.0, "", "memory")
         if job.hosts == 1:
             seconds = shared_time(self.shared, kind, size, job.ranks)
-            name = "direct" if job.ranks == 2 or size < 32 << 10 else "twoshot"
-            return self._around(seconds, name if kind == "all_reduce" else "", "memory", job)
+            name, _, _ = extension().choose(
+                kind, int(size), int(size), 0, job.ranks, job.ranks, True, {}
+            )
+            return self._around(seconds, name, "memory", job)
         call = self._stream(kind, size, codec, job, width)
         parts = self._parts(call, job)
         return self._around(parts.seconds, call.algorithm, parts.bound, job)
