@@ -23,7 +23,7 @@ struct Steps {
 
 // A call, in the letters of the formulas.
 struct Case {
-  Case(const CallSize& call, const Shape& shape, const WireCost& cost)
+  Case(const CallSize& call, const GroupShape& shape, const WireCost& cost)
       : P(shape.ranks),
         p(shape.ranks_on_host),
         H(P / p),
@@ -121,7 +121,7 @@ constexpr Row kRows[] = {
      [](const Case& c) { return Steps{c.P - 1, c.P - 1, c.S}; }},
 };
 
-Choice chooseInMemory(const CallSize& call, int ranks) {
+AlgorithmChoice chooseInMemory(const CallSize& call, int ranks) {
   const bool reduces = call.kind == Kind::kAllReduce;
   if (!reduces && call.kind != Kind::kReduce) return {{kNoAlgorithm}, "there is one only", 0, {}};
   // Algorithms for sockets do not apply to ranks that share memory, and the ring would carry the
@@ -137,7 +137,7 @@ Choice chooseInMemory(const CallSize& call, int ranks) {
 }
 
 // Whether that algorithm exists for these ranks.
-bool exists(Algorithm algorithm, const CallSize& call, const Shape& shape) {
+bool exists(Algorithm algorithm, const CallSize& call, const GroupShape& shape) {
   const bool adds = call.kind == Kind::kAllReduce || call.kind == Kind::kReduce ||
                     call.kind == Kind::kReduceScatter;
   if (adds && shape.order == AddOrder::kRank && !addsByRank(algorithm)) return false;
@@ -168,7 +168,7 @@ double weighed(const Candidate& one, const CallSize& call, const Case& c) {
   return one.seconds;
 }
 
-const char* whyTaken(const Choice& choice, const CallSize& call, const Case& c) {
+const char* whyTaken(const AlgorithmChoice& choice, const CallSize& call, const Case& c) {
   const Algorithm taken = choice.taken.algorithm;
   if (taken == call.wanted) return "asked for";
   const auto quickest = std::ranges::min_element(choice.candidates(), {}, &Candidate::seconds);
@@ -181,10 +181,11 @@ const char* whyTaken(const Choice& choice, const CallSize& call, const Case& c) 
 
 }  // namespace
 
-Choice choose(const CallSize& call, const Shape& shape, const WireCost& cost) {
+AlgorithmChoice choose(const CallSize& call, const GroupShape& shape, const WireCost& cost) {
   if (shape.in_memory) return chooseInMemory(call, shape.ranks);
   const Case c(call, shape, cost);
-  Choice choice{.taken = {kNoAlgorithm}, .why = "there is one only", .count = 0, .all = {}};
+  AlgorithmChoice choice{
+      .taken = {kNoAlgorithm}, .why = "there is one only", .count = 0, .all = {}};
   double least = 0;
   bool found = false, asked = false;
   for (const Row& row : kRows) {

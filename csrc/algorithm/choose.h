@@ -143,7 +143,7 @@ struct CallSize {
 };
 
 // The ranks that take part.
-struct Shape {
+struct GroupShape {
   int ranks;
   int ranks_on_host = 1;   // above 1: so many on each of several hosts, which can use the hierarchy
   bool in_memory = false;  // all share memory
@@ -159,7 +159,7 @@ struct Candidate {
   double bytes = 0;     // that a host's wire carries each way
 };
 
-struct Choice {
+struct AlgorithmChoice {
   static constexpr size_t kMost = 5;
 
   std::span<const Candidate> candidates() const { return {all.data(), count}; }
@@ -172,6 +172,6 @@ struct Choice {
 
 // Of two ranks or more.  Pure: ranks that know the same choose the same.  For a kind of call that
 // has one algorithm only, kNoAlgorithm.
-Choice choose(const CallSize& call, const Shape& shape, const WireCost& cost);
+AlgorithmChoice choose(const CallSize& call, const GroupShape& shape, const WireCost& cost);
 
 }  // namespace ringreduce

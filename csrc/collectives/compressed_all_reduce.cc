@@ -553,10 +553,11 @@ void compressedAllReduce(StreamCommunicator& c, const CompressedAmong& among) {
   CompressedAllReduce& a = chosen.call;
   const size_t n = a.chosen_for ? a.chosen_for : a.count;
   if (a.schedule == CodedSchedule::kAuto) {
-    const Choice choice = choose({.kind = Kind::kCompressedAllReduce,
-                                  .bytes = n * sizeof(float),
-                                  .coded_bytes = codedBytes(a.coding.codec, n)},
-                                 {.ranks = static_cast<int>(among.ranks.size())}, c.options.cost);
+    const AlgorithmChoice choice =
+        choose({.kind = Kind::kCompressedAllReduce,
+                .bytes = n * sizeof(float),
+                .coded_bytes = codedBytes(a.coding.codec, n)},
+               {.ranks = static_cast<int>(among.ranks.size())}, c.options.cost);
     a.schedule =
         choice.taken.algorithm == Algorithm::kRing ? CodedSchedule::kRing : CodedSchedule::kOwner;
   }

@@ -83,7 +83,7 @@ class StreamCommunicator {
 
   // `ranks_on_host`: above 1, the hierarchy can be taken.
   Algorithm choose(const CallSize& call, int ranks_on_host = 1) const {
-    const Shape shape{.ranks = size, .ranks_on_host = ranks_on_host, .order = options.order};
+    const GroupShape shape{.ranks = size, .ranks_on_host = ranks_on_host, .order = options.order};
     return ringreduce::choose(call, shape, options.cost).taken.algorithm;
   }
   // Starts an operation; transport.finish() ends it.

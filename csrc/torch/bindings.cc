@@ -378,7 +378,7 @@ py::tuple chooseFor(const std::string& kind_name, size_t bytes, size_t partial_b
   WireCost cost = costFrom(given);
   cost.ranks_on_host = ranks_on_host;
   const auto of_table = static_cast<Kind>(kind - std::begin(kKindTable));
-  const Choice choice = choose(
+  const AlgorithmChoice choice = choose(
       {.kind = coded_bytes > 0 ? Kind::kCompressedAllReduce : of_table,
        .bytes = bytes,
        .partial_bytes = partial_bytes,

@@ -78,7 +78,7 @@ TEST(the_user_has_the_last_word_on_the_algorithm) {
   CHECK(!algorithmNamed("treering"));
 }
 
-Algorithm allReduceOf(size_t bytes, size_t partial, const Shape& shape, Algorithm wanted,
+Algorithm allReduceOf(size_t bytes, size_t partial, const GroupShape& shape, Algorithm wanted,
                       const WireCost& cost) {
   const CallSize call{
       .kind = Kind::kAllReduce, .bytes = bytes, .partial_bytes = partial, .wanted = wanted};

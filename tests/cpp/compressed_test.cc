@@ -185,7 +185,7 @@ TEST(the_ring_is_taken_where_it_saves_much) {
   shared.memory = 1;
   CHECK(!rings(large, 8, shared));
   // Here the ring is quicker, but saves too little.
-  const Choice close = choice(large, 8, slow);
+  const AlgorithmChoice close = choice(large, 8, slow);
   CHECK(close.taken.seconds >
         std::ranges::min(close.candidates(), {}, &Candidate::seconds).seconds);
   CHECK(codedScheduleNamed("owner") == CodedSchedule::kOwner && !codedScheduleNamed("owners"));

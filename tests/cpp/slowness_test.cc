@@ -94,7 +94,8 @@ TEST(a_choice_has_its_candidates) {
         WireCost cost;
         cost.hop = hop;
         cost.ranks_on_host = ranks_on_host;
-        const Choice found = choose({Kind::kAllReduce, bytes, bytes}, {8, ranks_on_host}, cost);
+        const AlgorithmChoice found =
+            choose({Kind::kAllReduce, bytes, bytes}, {8, ranks_on_host}, cost);
         CHECK(std::ranges::count(found.candidates(), found.taken.algorithm, &Candidate::algorithm));
         CHECK(*found.why != 0);
         CHECK_EQ(found.count, ranks_on_host > 1 ? 4u : 3u);
