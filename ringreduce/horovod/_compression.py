@@ -33,32 +33,24 @@ class NoneCompressor(Compressor):
     """Sends tensors as they are."""
 
 
-def _to(dtype: torch.dtype, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-    return (tensor.to(dtype) if tensor.dtype.is_floating_point else tensor), tensor.dtype
-
-
 class FP16Compressor(Compressor):
     """Sends floating tensors as float16; sums are accumulated in float32 and rounded once."""
 
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        return _to(torch.float16, tensor)
+    _dtype = torch.float16
+
+    @classmethod
+    def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        return (tensor.to(cls._dtype) if tensor.dtype.is_floating_point else tensor), tensor.dtype
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
         return tensor.to(ctx)
 
 
-class BF16Compressor(Compressor):
+class BF16Compressor(FP16Compressor):
     """Sends floating tensors as bfloat16."""
 
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        return _to(torch.bfloat16, tensor)
-
-    @staticmethod
-    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        return tensor.to(ctx)
+    _dtype = torch.bfloat16
 
 
 class Int8Compressor(Compressor):

@@ -15,6 +15,10 @@ from ringreduce.horovod._operations import (
 )
 from ringreduce.horovod._world import ProcessSet, global_process_set
 
+__all__ = [
+    "allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters",
+]  # fmt: skip
+
 try:  # which also takes lambdas and classes of __main__, as Horovod's does
     import cloudpickle as pickler  # type: ignore[import-untyped,import-not-found,unused-ignore]
 except ImportError:

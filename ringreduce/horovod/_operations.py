@@ -2,11 +2,17 @@
 
 An operation is matched with those of the other ranks by its name.  Without a name it gets one with
 a number, so ranks that submit such operations must do so in the same order.
+
+A function such as `_all_reduce` checks the arguments of a kind.  The ways to call it, asynchronous
+or in place, are made of it, and have its signature.
 """
 
+import functools
+import inspect
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -14,6 +20,16 @@ from ringreduce.horovod import _world
 from ringreduce.horovod._compression import Compression, Compressor
 from ringreduce.horovod._requests import Entry, Request
 from ringreduce.horovod._world import ProcessSet, global_process_set
+
+__all__ = [
+    "Adasum", "Average", "Max", "Min", "Product", "Sum", "allgather", "allgather_async",
+    "allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "alltoall", "alltoall_async",
+    "barrier", "broadcast", "broadcast_", "broadcast_async", "broadcast_async_",
+    "grouped_allgather", "grouped_allgather_async", "grouped_allreduce", "grouped_allreduce_",
+    "grouped_allreduce_async", "grouped_allreduce_async_", "grouped_reducescatter",
+    "grouped_reducescatter_async", "join", "poll", "reducescatter", "reducescatter_async",
+    "sparse_allreduce_async", "synchronize",
+]  # fmt: skip
 
 Tensors = Sequence[torch.Tensor]
 
@@ -51,34 +67,76 @@ def _check(kind: str, tensors: Tensors, op: str) -> None:
         raise ValueError("the tensors of a group have to be on one device")
 
 
-def _submit(
-    kind: str,
-    tensors: Tensors,
-    name: str | None,
-    process_set: ProcessSet,
-    outputs: Tensors = (),
-    grouped: bool = False,
-    errors: Tensors = (),
-    **of_request: Any,
-) -> Entry:
-    _check(kind, tensors, of_request.get("op", ""))
-    if grouped and not tensors:
-        raise ValueError(f"a grouped {kind} of no tensors")
-    coordinator = _world.coordinator_of(process_set)
-    request = Request(
-        name=coordinator.next_name(kind) if name is None else f"{kind}.{name}",
-        kind=kind,
-        dtypes=tuple(tensor.dtype for tensor in tensors),
-        shapes=tuple(tuple(tensor.shape) for tensor in tensors),
-        device=tensors[0].device.type if tensors else "cpu",
-        **of_request,
-    )
-    entry = Entry(request, list(tensors), list(outputs), grouped, errors)
-    if request.device == "cuda":
-        entry.ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        entry.ready.record(torch.cuda.current_stream(tensors[0].device))
-    coordinator.submit(entry)
-    return entry
+def _with_rows(kind: str, tensors: Tensors) -> Tensors:
+    if any(tensor.dim() == 0 for tensor in tensors):
+        raise ValueError(f"{kind} takes tensors of one dimension or more")
+    return tensors
+
+
+@dataclass
+class _Call:
+    """An operation whose arguments are right, before it is submitted."""
+
+    kind: str
+    tensors: Tensors
+    name: str | None
+    process_set: ProcessSet
+    grouped: bool = False
+    errors: Tensors = ()
+    of_request: dict[str, Any] = field(default_factory=dict)
+
+    def start(self, in_place: bool = False) -> Entry:
+        """Submits it; in place, the outputs are the tensors."""
+        tensors = list(self.tensors)
+        _check(self.kind, tensors, self.of_request.get("op", ""))
+        if self.grouped and not tensors:
+            raise ValueError(f"a grouped {self.kind} of no tensors")
+        outputs = []
+        if self.kind in ("allreduce", "broadcast"):  # of other kinds it is as large as it turns out
+            outputs = tensors if in_place else [torch.empty_like(tensor) for tensor in tensors]
+        coordinator = _world.coordinator_of(self.process_set)
+        request = Request(
+            name=coordinator.next_name(self.kind)
+            if self.name is None
+            else f"{self.kind}.{self.name}",
+            kind=self.kind,
+            dtypes=tuple(tensor.dtype for tensor in tensors),
+            shapes=tuple(tuple(tensor.shape) for tensor in tensors),
+            device=tensors[0].device.type if tensors else "cpu",
+            **self.of_request,
+        )
+        entry = Entry(request, tensors, list(outputs), self.grouped, self.errors)
+        if request.device == "cuda":
+            entry.ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            entry.ready.record(torch.cuda.current_stream(tensors[0].device))
+        coordinator.submit(entry)
+        return entry
+
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def _call(
+    prepare: Callable[_P, _Call], returns: type[_T], in_place: bool = False
+) -> Callable[[Callable[[], None]], Callable[_P, _T]]:
+    """Makes a function that has only a name and a docstring start a call, with its arguments.
+
+    It returns the handle if that is what `returns` says, else it waits for the output.
+    """
+
+    def decorate(named: Callable[[], None]) -> Callable[_P, _T]:
+        @functools.wraps(named)
+        def call(*args: _P.args, **kwargs: _P.kwargs) -> Any:
+            entry = prepare(*args, **kwargs).start(in_place)
+            return entry if returns is Entry else _wait(entry)
+
+        call.__annotations__ = {**prepare.__annotations__, "return": returns}
+        signature = inspect.signature(prepare).replace(return_annotation=returns)
+        call.__signature__ = signature  # type: ignore[attr-defined]
+        return call
+
+    return decorate
 
 
 def _wait(entry: Entry) -> Any:
@@ -88,6 +146,18 @@ def _wait(entry: Entry) -> Any:
     if entry.received is not None:
         return entry.outputs[0], entry.received
     return entry.outputs[0] if entry.outputs else None
+
+
+def _through(
+    compression: type[Compressor], tensors: Tensors, run: Callable[..., Any]
+) -> list[torch.Tensor]:
+    """What `run` makes of the compressed tensors, in the form that the tensors had."""
+    compressed = [compression.compress(tensor) for tensor in tensors]
+    outputs = run(*[tensor for tensor, _ in compressed])
+    return [
+        compression.decompress(output, ctx)
+        for output, (_, ctx) in zip(outputs, compressed, strict=True)
+    ]
 
 
 def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
@@ -115,9 +185,8 @@ def poll(handle: Entry) -> bool:
 # ---- all-reduce
 
 
-def _all_reduce(
+def _reduction(
     tensors: Tensors,
-    outputs: Tensors,
     op: str,
     name: str | None,
     prescale: float,
@@ -126,7 +195,7 @@ def _all_reduce(
     grouped: bool = False,
     codec: str = "",
     errors: Tensors = (),
-) -> Entry:
+) -> _Call:
     if op == "Adasum":
         if process_set is not global_process_set:
             raise NotImplementedError("Adasum takes all ranks, not a process set")
@@ -136,23 +205,21 @@ def _all_reduce(
             )
         if not all(tensor.dtype.is_floating_point for tensor in tensors):
             raise ValueError("Adasum is for floating tensors")
+    factors = {"prescale": float(prescale), "postscale": float(postscale)}
     fits = all(t.dtype == torch.float32 and t.device.type == "cpu" for t in tensors)
-    return _submit(
+    of_codec = codec if fits and op in ("Average", "Sum") else ""
+    return _Call(
         "allreduce",
         tensors,
         name,
         process_set,
-        outputs,
         grouped,
         errors if codec and fits else (),
-        op=op,
-        prescale=float(prescale),
-        postscale=float(postscale),
-        codec=codec if fits and op in ("Average", "Sum") else "",
+        {"op": op, "codec": of_codec, **factors},
     )
 
 
-def allreduce_async(
+def _all_reduce(
     tensor: torch.Tensor,
     average: bool | None = None,
     name: str | None = None,
@@ -160,38 +227,54 @@ def allreduce_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> Entry:
+) -> _Call:
+    op_name = _op_of(op, average)
+    return _reduction([tensor], op_name, name, prescale_factor, postscale_factor, process_set)
+
+
+def _grouped_all_reduce(
+    tensors: Tensors,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> _Call:
+    op_name = _op_of(op, average)
+    return _reduction(
+        tensors, op_name, name, prescale_factor, postscale_factor, process_set, grouped=True
+    )
+
+
+@_call(_all_reduce, Entry)
+def allreduce_async() -> None:
     """Starts `allreduce`; returns the handle for `synchronize`.  No gradient flows through it."""
-    return _all_reduce(
-        [tensor],
-        [torch.empty_like(tensor)],
-        _op_of(op, average),
-        name,
-        prescale_factor,
-        postscale_factor,
-        process_set,
-    )
 
 
-def allreduce_async_(
-    tensor: torch.Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Entry:
+@_call(_all_reduce, Entry, in_place=True)
+def allreduce_async_() -> None:
     """As `allreduce_async`; the result replaces the tensor's values."""
-    return _all_reduce(
-        [tensor],
-        [tensor],
-        _op_of(op, average),
-        name,
-        prescale_factor,
-        postscale_factor,
-        process_set,
-    )
+
+
+@_call(_all_reduce, torch.Tensor, in_place=True)
+def allreduce_() -> None:
+    """As `allreduce`, in place, without gradients; returns the tensor."""
+
+
+@_call(_grouped_all_reduce, Entry)
+def grouped_allreduce_async() -> None:
+    """Starts an all-reduce of several tensors, which run when all ranks have submitted them all."""
+
+
+@_call(_grouped_all_reduce, Entry, in_place=True)
+def grouped_allreduce_async_() -> None:
+    """As `grouped_allreduce_async`, in place."""
+
+
+@_call(_grouped_all_reduce, list[torch.Tensor], in_place=True)
+def grouped_allreduce_() -> None:
+    """As `grouped_allreduce`, in place, without gradients."""
 
 
 def compressed_allreduce_async_(
@@ -205,17 +288,11 @@ def compressed_allreduce_async_(
     postscale_factor: float = 1.0,
 ) -> Entry:
     """As `allreduce_async_`, through a codec; `error` receives that of this rank's encoding."""
-    return _all_reduce(
-        [tensor],
-        [tensor],
-        _op_of(op, None),
-        name,
-        prescale_factor,
-        postscale_factor,
-        process_set,
-        codec=codec,
-        errors=[error],
+    factors = prescale_factor, postscale_factor
+    call = _reduction(
+        [tensor], _op_of(op, None), name, *factors, process_set, codec=codec, errors=[error]
     )
+    return call.start(in_place=True)
 
 
 class _AllReduce(torch.autograd.Function):
@@ -242,26 +319,15 @@ def _differentiable_all_reduce(
     process_set: ProcessSet,
 ) -> list[torch.Tensor]:
     op_name = _op_of(op, average)
-    compressed = [compression.compress(tensor) for tensor in tensors]
+    codec = getattr(compression, "codec", "")
 
     def start(values: Tensors, forward: bool) -> Entry:
-        return _all_reduce(
-            values,
-            [torch.empty_like(value) for value in values],
-            op_name,
-            name if forward else None,
-            prescale,
-            postscale,
-            process_set,
-            grouped=True,
-            codec=getattr(compression, "codec", ""),
-        )
+        name_here = name if forward else None
+        return _reduction(
+            values, op_name, name_here, prescale, postscale, process_set, True, codec
+        ).start()
 
-    outputs = _apply(_AllReduce, start, *[tensor for tensor, _ in compressed])
-    return [
-        compression.decompress(output, ctx)
-        for output, (_, ctx) in zip(outputs, compressed, strict=True)
-    ]
+    return _through(compression, tensors, functools.partial(_apply, _AllReduce, start))
 
 
 def allreduce(
@@ -295,67 +361,6 @@ def allreduce(
     )[0]
 
 
-def allreduce_(
-    tensor: torch.Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> torch.Tensor:
-    """As `allreduce`, in place, without gradients; returns the tensor."""
-    handle = allreduce_async_(
-        tensor, average, name, op, prescale_factor, postscale_factor, process_set
-    )
-    output: torch.Tensor = _wait(handle)
-    return output
-
-
-def grouped_allreduce_async(
-    tensors: Tensors,
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Entry:
-    """Starts an all-reduce of several tensors, which run when all ranks have submitted them all."""
-    return _all_reduce(
-        tensors,
-        [torch.empty_like(tensor) for tensor in tensors],
-        _op_of(op, average),
-        name,
-        prescale_factor,
-        postscale_factor,
-        process_set,
-        grouped=True,
-    )
-
-
-def grouped_allreduce_async_(
-    tensors: Tensors,
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Entry:
-    """As `grouped_allreduce_async`, in place."""
-    return _all_reduce(
-        tensors,
-        tensors,
-        _op_of(op, average),
-        name,
-        prescale_factor,
-        postscale_factor,
-        process_set,
-        grouped=True,
-    )
-
-
 def grouped_allreduce(
     tensors: Tensors,
     average: bool | None = None,
@@ -370,23 +375,6 @@ def grouped_allreduce(
     return _differentiable_all_reduce(
         tensors, average, name, compression, op, prescale_factor, postscale_factor, process_set
     )
-
-
-def grouped_allreduce_(
-    tensors: Tensors,
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> list[torch.Tensor]:
-    """As `grouped_allreduce`, in place, without gradients."""
-    handle = grouped_allreduce_async_(
-        tensors, average, name, op, prescale_factor, postscale_factor, process_set
-    )
-    outputs: list[torch.Tensor] = _wait(handle)
-    return outputs
 
 
 def sparse_allreduce_async(
@@ -426,24 +414,26 @@ def sparse_allreduce_async(
 # ---- all-gather
 
 
-def _gather(tensors: Tensors, name: str | None, process_set: ProcessSet, grouped: bool) -> Entry:
-    if any(tensor.dim() == 0 for tensor in tensors):
-        raise ValueError("allgather takes tensors of one dimension or more")
-    return _submit("allgather", tensors, name, process_set, (), grouped)
-
-
-def allgather_async(
+def _all_gather(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Entry:
-    """Starts `allgather`; returns the handle for `synchronize`."""
-    return _gather([tensor], name, process_set, grouped=False)
+) -> _Call:
+    return _Call("allgather", _with_rows("allgather", [tensor]), name, process_set)
 
 
-def grouped_allgather_async(
+def _grouped_all_gather(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Entry:
+) -> _Call:
+    return _Call("allgather", _with_rows("allgather", tensors), name, process_set, grouped=True)
+
+
+@_call(_all_gather, Entry)
+def allgather_async() -> None:
+    """Starts `allgather`; returns the handle for `synchronize`."""
+
+
+@_call(_grouped_all_gather, Entry)
+def grouped_allgather_async() -> None:
     """Starts an all-gather of several tensors."""
-    return _gather(tensors, name, process_set, grouped=True)
 
 
 class _AllGather(torch.autograd.Function):
@@ -495,38 +485,31 @@ def grouped_allgather(
 # ---- broadcast
 
 
-def broadcast_async(
-    tensor: torch.Tensor,
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> Entry:
-    """Starts `broadcast`; returns the handle for `synchronize`."""
-    output = torch.empty_like(tensor)
-    return _broadcast(tensor, output, root_rank, name, process_set)
-
-
-def broadcast_async_(
-    tensor: torch.Tensor,
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> Entry:
-    """As `broadcast_async`, in place."""
-    return _broadcast(tensor, tensor, root_rank, name, process_set)
-
-
 def _broadcast(
     tensor: torch.Tensor,
-    output: torch.Tensor,
     root_rank: int,
-    name: str | None,
-    process_set: ProcessSet,
-) -> Entry:
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> _Call:
     root = _world.whole(root_rank, "root_rank")
     if root not in _world.coordinator_of(process_set).ranks:
         raise ValueError(f"broadcast from rank {root}, which is not in {process_set}")
-    return _submit("broadcast", [tensor], name, process_set, [output], root=root)
+    return _Call("broadcast", [tensor], name, process_set, of_request={"root": root})
+
+
+@_call(_broadcast, Entry)
+def broadcast_async() -> None:
+    """Starts `broadcast`; returns the handle for `synchronize`."""
+
+
+@_call(_broadcast, Entry, in_place=True)
+def broadcast_async_() -> None:
+    """As `broadcast_async`, in place."""
+
+
+@_call(_broadcast, torch.Tensor, in_place=True)
+def broadcast_() -> None:
+    """As `broadcast`, in place, without gradients; returns the tensor."""
 
 
 class _Broadcast(torch.autograd.Function):
@@ -559,17 +542,6 @@ def broadcast(
     return output
 
 
-def broadcast_(
-    tensor: torch.Tensor,
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> torch.Tensor:
-    """As `broadcast`, in place, without gradients; returns the tensor."""
-    output: torch.Tensor = _wait(broadcast_async_(tensor, root_rank, name, process_set))
-    return output
-
-
 # ---- all-to-all
 
 
@@ -598,18 +570,21 @@ def _split_list(splits: Any, rows: int, size: int) -> tuple[int, ...]:
     return tuple(values)
 
 
-def alltoall_async(
+def _all_to_all(
     tensor: torch.Tensor,
     splits: torch.Tensor | Sequence[int] | None = None,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> Entry:
-    """Starts `alltoall`; returns the handle for `synchronize`."""
-    if tensor.dim() == 0:
-        raise ValueError("alltoall takes tensors of one dimension or more")
+) -> _Call:
+    tensors = _with_rows("alltoall", [tensor])
     size = len(_world.coordinator_of(process_set).ranks)
     values = _split_list(splits, tensor.shape[0], size)
-    return _submit("alltoall", [tensor], name, process_set, splits=values)
+    return _Call("alltoall", tensors, name, process_set, of_request={"splits": values})
+
+
+@_call(_all_to_all, Entry)
+def alltoall_async() -> None:
+    """Starts `alltoall`; returns the handle for `synchronize`."""
 
 
 class _AllToAll(torch.autograd.Function):
@@ -658,55 +633,44 @@ def alltoall(
 # ---- reduce-scatter
 
 
-def _scatter(
-    tensors: Tensors,
-    name: str | None,
-    op: int,
-    process_set: ProcessSet,
-    prescale: float,
-    postscale: float,
-    grouped: bool,
-) -> Entry:
-    op_name = _op_of(op, None)
-    if op_name == "Adasum":
-        raise NotImplementedError("reducescatter has no Adasum")
-    if any(tensor.dim() == 0 for tensor in tensors):
-        raise ValueError("reducescatter takes tensors of one dimension or more")
-    return _submit(
-        "reducescatter",
-        tensors,
-        name,
-        process_set,
-        (),
-        grouped,
-        op=op_name,
-        prescale=float(prescale),
-        postscale=float(postscale),
-    )
-
-
-def reducescatter_async(
+def _reduce_scatter(
     tensor: torch.Tensor,
     name: str | None = None,
     op: int = Average,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-) -> Entry:
-    """Starts `reducescatter`; returns the handle for `synchronize`."""
-    return _scatter([tensor], name, op, process_set, prescale_factor, postscale_factor, False)
+) -> _Call:
+    call = _grouped_reduce_scatter(
+        [tensor], name, op, process_set, prescale_factor, postscale_factor
+    )
+    return replace(call, grouped=False)
 
 
-def grouped_reducescatter_async(
+def _grouped_reduce_scatter(
     tensors: Tensors,
     name: str | None = None,
     op: int = Average,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-) -> Entry:
+) -> _Call:
+    op_name = _op_of(op, None)
+    if op_name == "Adasum":
+        raise NotImplementedError("reducescatter has no Adasum")
+    factors = {"prescale": float(prescale_factor), "postscale": float(postscale_factor)}
+    tensors = _with_rows("reducescatter", tensors)
+    return _Call("reducescatter", tensors, name, process_set, True, (), {"op": op_name, **factors})
+
+
+@_call(_reduce_scatter, Entry)
+def reducescatter_async() -> None:
+    """Starts `reducescatter`; returns the handle for `synchronize`."""
+
+
+@_call(_grouped_reduce_scatter, Entry)
+def grouped_reducescatter_async() -> None:
     """Starts a reduce-scatter of several tensors."""
-    return _scatter(tensors, name, op, process_set, prescale_factor, postscale_factor, True)
 
 
 class _ReduceScatter(torch.autograd.Function):
@@ -763,20 +727,8 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
     """As `reducescatter`, of several tensors."""
-    compressed = [compression.compress(tensor) for tensor in tensors]
-    outputs = _apply(
-        _ReduceScatter,
-        name,
-        op,
-        process_set,
-        prescale_factor,
-        postscale_factor,
-        *[tensor for tensor, _ in compressed],
-    )
-    return [
-        compression.decompress(output, ctx)
-        for output, (_, ctx) in zip(outputs, compressed, strict=True)
-    ]
+    arguments = name, op, process_set, prescale_factor, postscale_factor
+    return _through(compression, tensors, functools.partial(_apply, _ReduceScatter, *arguments))
 
 
 # ---- ranks that wait
@@ -804,4 +756,4 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     Raises:
         HorovodInternalError: a rank was lost or shut down.
     """
-    _submit("barrier", (), None, process_set).wait()
+    _Call("barrier", (), None, process_set).start().wait()

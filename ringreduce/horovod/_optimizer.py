@@ -204,19 +204,7 @@ class _Gradients:
         if codec and dense.dtype == torch.float32 and dense.device.type == "cpu":
             self._submit_coded(p, dense, codec)
             return
-        sent, ctx = self._compression.compress(dense)
-        before, after = self._factors
-        handle = allreduce_async_(
-            sent,
-            name=name,
-            op=self._op,
-            prescale_factor=before,
-            postscale_factor=after,
-            process_set=self._process_set,
-        )
-        self._waiting[p] = lambda: self._replace(
-            p, self._compression.decompress(synchronize(handle), ctx)
-        )
+        self._send(p, [p], [dense])
 
     def _submit_coded(self, p: Parameter, dense: torch.Tensor, codec: str) -> None:
         """Adds the error of the last encoding, so that in time nothing is lost."""
@@ -237,7 +225,12 @@ class _Gradients:
             for p in group:  # what runs only by itself
                 self._submit(p)
             return
-        compressed = [self._compression.compress(g.contiguous()) for g in gradients]
+        self._send(number, group, [g.contiguous() for g in gradients])
+
+    def _send(
+        self, key: Parameter | int, group: list[Parameter], gradients: list[torch.Tensor]
+    ) -> None:
+        compressed = [self._compression.compress(gradient) for gradient in gradients]
         before, after = self._factors
         handle = grouped_allreduce_async_(
             [sent for sent, _ in compressed],
@@ -252,7 +245,7 @@ class _Gradients:
             for p, output, (_, ctx) in zip(group, synchronize(handle), compressed, strict=True):
                 self._replace(p, self._compression.decompress(output, ctx))
 
-        self._waiting[number] = finish
+        self._waiting[key] = finish
 
     @staticmethod
     def _replace(p: Parameter, total: torch.Tensor) -> None:

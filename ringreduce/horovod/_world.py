@@ -23,6 +23,14 @@ from ringreduce.horovod._settings import Settings
 from ringreduce.horovod._timeline import Timeline
 from ringreduce.launch import init as init_default_group
 
+__all__ = [
+    "ProcessSet", "add_process_set", "ccl_built", "cross_rank", "cross_size", "cuda_built",
+    "ddl_built", "global_process_set", "gloo_built", "gloo_enabled", "init", "is_homogeneous",
+    "is_initialized", "local_rank", "local_size", "mpi_built", "mpi_enabled",
+    "mpi_threads_supported", "nccl_built", "rank", "remove_process_set", "rocm_built", "shutdown",
+    "size", "start_timeline", "stop_timeline",
+]  # fmt: skip
+
 _log = logging.getLogger("ringreduce.horovod")
 
 # Seconds that shutdown waits for the other ranks' coordinators to hear of it.
