@@ -152,37 +152,41 @@ def _torchrun(env: Environment) -> Identity | None:
     )
 
 
-def _open_mpi(env: Environment) -> Identity | None:
-    pair = _pair(env, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+def _started(
+    env: Environment,
+    launcher: str,
+    job: str | None,
+    rank: str,
+    world_size: str,
+    local_rank: str,
+    local_world_size: str = "",
+) -> Identity | None:
+    """A process of a launcher with this name of the job, by the names of its variables."""
+    pair = _pair(env, rank, world_size)
     if pair is None:
         return None
-    job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid")
     return Identity(
         *pair[:2],
-        whole(env, "OMPI_COMM_WORLD_LOCAL_RANK"),
-        whole(env, "OMPI_COMM_WORLD_LOCAL_SIZE"),
-        launcher="Open MPI",
+        whole(env, local_rank),
+        whole(env, local_world_size),
+        launcher=launcher,
         said=pair[2],
-        job=f"Open MPI {job}" if job else None,
+        job=f"{launcher} {job}" if job else None,
         started=True,
     )
+
+
+def _open_mpi(env: Environment) -> Identity | None:
+    job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid")
+    prefix = "OMPI_COMM_WORLD_"
+    names = (f"{prefix}RANK", f"{prefix}SIZE", f"{prefix}LOCAL_RANK", f"{prefix}LOCAL_SIZE")
+    return _started(env, "Open MPI", job, *names)
 
 
 def _pmi(env: Environment) -> Identity | None:
     """MPICH's and Intel MPI's mpiexec, and `srun --mpi=pmi2`, which says no local rank."""
-    pair = _pair(env, "PMI_RANK", "PMI_SIZE")
-    if pair is None:
-        return None
-    job = env.get("PMI_JOBID")
-    return Identity(
-        *pair[:2],
-        whole(env, "MPI_LOCALRANKID"),
-        whole(env, "MPI_LOCALNRANKS"),
-        launcher="PMI",
-        said=pair[2],
-        job=f"PMI {job}" if job else None,
-        started=True,
-    )
+    names = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+    return _started(env, "PMI", env.get("PMI_JOBID"), *names)
 
 
 def _slurm(env: Environment) -> Identity | None:
@@ -197,20 +201,12 @@ def _slurm(env: Environment) -> Identity | None:
         return None
     # `srun --preserve-env` lets SLURM_NTASKS be that of the job.
     own = "SLURM_STEP_NUM_TASKS"
-    pair = _pair(env, "SLURM_PROCID", own if env.get(own) else "SLURM_NTASKS")
-    if pair is None:
-        return None
+    size = own if env.get(own) else "SLURM_NTASKS"
+    job = f"{env['SLURM_JOB_ID']}.{step}" if env.get("SLURM_JOB_ID") else None
+    me = _started(env, "Slurm", job, "SLURM_PROCID", size, "SLURM_LOCALID")
     hosts = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
-    job = env.get("SLURM_JOB_ID")
-    return Identity(
-        *pair[:2],
-        whole(env, "SLURM_LOCALID"),
-        tasks_here(env),
-        launcher="Slurm",
-        said=pair[2],
-        job=f"Slurm {job}.{step}" if job else None,
-        first_host=first_host(hosts) if hosts else None,
-        started=True,
+    return me and dataclasses.replace(
+        me, local_world_size=tasks_here(env), first_host=first_host(hosts) if hosts else None
     )
 
 
