@@ -130,7 +130,43 @@ class InShares(Collective):
     def fit(count: int, world: int) -> int:
         return count // world * world
 
-    def _empty_shares(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """A buffer of the whole size, and its shares."""
-        whole = self._empty(self.share * self.case.world)
-        return whole, list(torch.split(whole, self.share))
+
+class ToOrFromShares(InShares):
+    """Every rank has one share, and all ranks, or rank 0 alone, have the whole in shares."""
+
+    rooted: ClassVar[bool] = False  # rank 0 alone
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.mine = self._empty(self.share)
+        self.all = self._empty(self.share * case.world if self._has_all() else 0)
+        self.shares = list(torch.split(self.all, self.share)) if self._has_all() else []
+
+    def _has_all(self) -> bool:
+        return not self.rooted or self.case.rank == 0
+
+    def _arrays(self) -> tuple[Any, Any]:
+        """This rank's share and the whole, where it is, as MPI takes them."""
+        return self.mine.numpy(), self.all.numpy() if self._has_all() else None
+
+
+class Gathering(ToOrFromShares):
+    """The whole is made of the ranks' shares."""
+
+    def load(self, salt: int) -> None:
+        oracle.fill(self.mine, self._inputs(self.share, salt).of(self.case.rank))
+        self.all.fill_(0)
+
+    def parts(self, salt: int) -> Iterator[tuple[torch.Tensor, Expected]]:
+        inputs = self._inputs(self.share, salt)
+        for rank, share in enumerate(self.shares):
+            yield share, Expected(inputs.of(rank))
+
+
+class Scattering(ToOrFromShares):
+    """The ranks' shares are made of the whole, whose shares are different ones."""
+
+    def load(self, salt: int) -> None:
+        for receiver, share in enumerate(self.shares):
+            oracle.fill(share, self._block(self.share, salt, receiver).of(self.case.rank))
+        self.mine.fill_(0)

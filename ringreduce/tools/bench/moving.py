@@ -9,7 +9,14 @@ import torch
 import torch.distributed as dist
 
 from ringreduce.tools.bench import oracle
-from ringreduce.tools.bench.collective import Call, Case, Collective, InShares
+from ringreduce.tools.bench.collective import (
+    Call,
+    Case,
+    Collective,
+    Gathering,
+    InShares,
+    Scattering,
+)
 from ringreduce.tools.bench.oracle import Expected
 
 # Renamed in torch 2.13, where the old name warns at every call.
@@ -44,33 +51,19 @@ class Broadcast(Collective):
         return self.tensor
 
 
-class AllGather(InShares):
+class AllGather(Gathering):
     """Every rank gives size / world bytes and gets the whole size."""
 
     name = "all_gather"
     torch_name = f"dist.{all_gather_single.__name__}(out, t)"
-
-    def __init__(self, case: Case) -> None:
-        super().__init__(case)
-        self.mine = self._empty(self.share)
-        self.all, self.shares = self._empty_shares()
 
     def torch_call(self) -> Call:
         mine, everything = self.mine, self.all
         return lambda: all_gather_single(everything, mine)
 
     def mpi_call(self, mpi: Any, comm: Any) -> Call:
-        mine, everything = self.mine.numpy(), self.all.numpy()
+        mine, everything = self._arrays()
         return lambda: comm.Allgather(mine, everything)
-
-    def load(self, salt: int) -> None:
-        oracle.fill(self.mine, self._inputs(self.share, salt).of(self.case.rank))
-        self.all.fill_(0)
-
-    def parts(self, salt: int) -> Iterator[tuple[torch.Tensor, Expected]]:
-        inputs = self._inputs(self.share, salt)
-        for rank, share in enumerate(self.shares):
-            yield share, Expected(inputs.of(rank))
 
     def result(self) -> torch.Tensor:
         return self.all
@@ -87,26 +80,12 @@ class AllGatherList(AllGather):
         return lambda: dist.all_gather(shares, mine)
 
 
-class _Rooted(InShares):
-    """Rank 0 has the whole size, in shares, and every rank a share of its own beside it."""
-
-    def __init__(self, case: Case) -> None:
-        super().__init__(case)
-        self.mine = self._empty(self.share)
-        self.shares: list[torch.Tensor] = []
-        if case.rank == 0:
-            self.all, self.shares = self._empty_shares()
-
-    def _arrays(self) -> tuple[Any, Any]:
-        """This rank's share and, on rank 0, the whole, as MPI takes them."""
-        return self.mine.numpy(), self.all.numpy() if self.shares else None
-
-
-class Gather(_Rooted):
+class Gather(Gathering):
     """Every rank gives size / world bytes, and rank 0 gets the whole size."""
 
     name = "gather"
     torch_name = "dist.gather(t, shares, dst=0), shares of one buffer"
+    rooted = True
 
     def torch_call(self) -> Call:
         mine, shares = self.mine, self.shares or None
@@ -116,22 +95,13 @@ class Gather(_Rooted):
         mine, everything = self._arrays()
         return lambda: comm.Gather(mine, everything, 0)
 
-    def load(self, salt: int) -> None:
-        oracle.fill(self.mine, self._inputs(self.share, salt).of(self.case.rank))
-        for share in self.shares:
-            share.fill_(0)
 
-    def parts(self, salt: int) -> Iterator[tuple[torch.Tensor, Expected]]:
-        inputs = self._inputs(self.share, salt)
-        for rank, share in enumerate(self.shares):
-            yield share, Expected(inputs.of(rank))
-
-
-class Scatter(_Rooted):
+class Scatter(Scattering):
     """Rank 0 gives the whole size, and every rank gets size / world bytes."""
 
     name = "scatter"
     torch_name = "dist.scatter(t, shares, src=0), shares of one buffer"
+    rooted = True
 
     def torch_call(self) -> Call:
         mine, shares = self.mine, self.shares or None
@@ -140,11 +110,6 @@ class Scatter(_Rooted):
     def mpi_call(self, mpi: Any, comm: Any) -> Call:
         mine, everything = self._arrays()
         return lambda: comm.Scatter(everything, mine, 0)
-
-    def load(self, salt: int) -> None:
-        for receiver, share in enumerate(self.shares):
-            oracle.fill(share, self._block(self.share, salt, receiver).of(0))
-        self.mine.fill_(0)
 
     def parts(self, salt: int) -> Iterator[tuple[torch.Tensor, Expected]]:
         yield self.mine, Expected(self._block(self.share, salt, self.case.rank).of(0))

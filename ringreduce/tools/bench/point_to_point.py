@@ -60,34 +60,23 @@ class SendRecv(_Messages):
         return 1 - self.case.rank
 
     def torch_call(self) -> Call:
-        mine, got = self.mine, self.got
-        peer = self.receiver
-        if peer is None:
-            return lambda: None
-
-        def ping() -> None:
-            dist.send(mine, peer)
-            dist.recv(got, peer)
-
-        def pong() -> None:
-            dist.recv(got, peer)
-            dist.send(mine, peer)
-
-        return ping if self.case.rank == 0 else pong
+        return self._ping_pong(dist.send, dist.recv, self.mine, self.got)
 
     def mpi_call(self, mpi: Any, comm: Any) -> Call:
-        mine, got = self.mine.numpy(), self.got.numpy()
+        return self._ping_pong(comm.Send, comm.Recv, self.mine.numpy(), self.got.numpy())
+
+    def _ping_pong(self, send: Any, receive: Any, mine: Any, got: Any) -> Call:
         peer = self.receiver
         if peer is None:
             return lambda: None
 
         def ping() -> None:
-            comm.Send(mine, peer)
-            comm.Recv(got, peer)
+            send(mine, peer)
+            receive(got, peer)
 
         def pong() -> None:
-            comm.Recv(got, peer)
-            comm.Send(mine, peer)
+            receive(got, peer)
+            send(mine, peer)
 
         return ping if self.case.rank == 0 else pong
 

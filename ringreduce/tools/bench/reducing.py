@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ringreduce.tools.bench import oracle
-from ringreduce.tools.bench.collective import Call, Case, Collective, InShares
+from ringreduce.tools.bench.collective import Call, Case, Collective, Scattering
 from ringreduce.tools.bench.oracle import Expected
 from ringreduce.tools.bench.settings import Unsupported
 
@@ -135,31 +135,20 @@ class Reduce(AllReduce):
         return torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
-class ReduceScatter(InShares):
+class ReduceScatter(Scattering):
     """Every rank gives the whole size and gets size / world bytes, its share of the result."""
 
     name = "reduce_scatter"
     reduces = True
     torch_name = f"dist.{reduce_scatter_single.__name__}(out, t)"
 
-    def __init__(self, case: Case) -> None:
-        super().__init__(case)
-        self.all, self.shares = self._empty_shares()
-        self.mine = self._empty(self.share)
-
     def torch_call(self) -> Call:
         mine, everything, op = self.mine, self.all, torch_op(self.case.op)
         return lambda: reduce_scatter_single(mine, everything, op)
 
     def mpi_call(self, mpi: Any, comm: Any) -> Call:
-        mine, everything = self.mine.numpy(), self.all.numpy()
-        op = mpi_op(mpi, self.case.op)
+        (mine, everything), op = self._arrays(), mpi_op(mpi, self.case.op)
         return lambda: comm.Reduce_scatter_block(everything, mine, op)
-
-    def load(self, salt: int) -> None:
-        for receiver, share in enumerate(self.shares):
-            oracle.fill(share, self._block(self.share, salt, receiver).of(self.case.rank))
-        self.mine.fill_(0)
 
     def parts(self, salt: int) -> Iterator[tuple[torch.Tensor, Expected]]:
         yield self.mine, oracle.expect_reduced(self._block(self.share, salt, self.case.rank))
