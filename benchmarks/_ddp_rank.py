@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ringreduce.tools.bench import oracle
-from ringreduce.tools.bench.channel import Message
 from ringreduce.tools.bench.clocks import clock_for
 from ringreduce.tools.bench.engines import TorchEngine
 from ringreduce.tools.bench.servant import Servant, run
+from ringreduce.tools.bench.settings import Message
 
 # A trial of "auto" is shorter.
 MOST_STEPS = 20

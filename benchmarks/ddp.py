@@ -32,12 +32,18 @@ from _ddp_models import STUDIED, WORKLOADS
 from _ddp_report import ModelResult, Run, WayResult
 
 from ringreduce.core.processes import exit_at
-from ringreduce.tools.bench.channel import Message
 from ringreduce.tools.bench.contenders import equipped
 from ringreduce.tools.bench.launch import Controller
 from ringreduce.tools.bench.machine import describe_gpus, describe_machine
 from ringreduce.tools.bench.placing import Placing, nccl_environment, place
-from ringreduce.tools.bench.settings import DEVICES, BenchError, Contender, Settings, Unsupported
+from ringreduce.tools.bench.settings import (
+    DEVICES,
+    BenchError,
+    Contender,
+    Message,
+    Settings,
+    Unsupported,
+)
 
 PROGRAM = (str(Path(__file__).resolve().parent / "_ddp_rank.py"),)
 # How far a gradient's projection may be from the mean of the ranks' own, as a share of the norm:

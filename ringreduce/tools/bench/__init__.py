@@ -21,7 +21,6 @@ Modules, each knowing only those before it:
     clocks       how calls are timed: by the host's clock, by a GPU's events
     engines      how a rank process calls a collective: torch.distributed, symmetric memory, MPI,
                  the roofline
-    channel      messages between the controller and the rank processes
     servant      a rank process from its start to its end
     rank         the program of a rank process that calls a collective
     processes    starting and ending rank processes

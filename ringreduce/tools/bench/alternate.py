@@ -9,11 +9,17 @@ At the end all are checked once more.  A contender that is optional and fails is
 
 from __future__ import annotations
 
-from ringreduce.tools.bench.channel import Message
 from ringreduce.tools.bench.collectives import COLLECTIVES
 from ringreduce.tools.bench.launch import Controller, RankSet
 from ringreduce.tools.bench.results import Measurement, Row
-from ringreduce.tools.bench.settings import OURS, ROOFLINE, BenchError, Settings, Unsupported
+from ringreduce.tools.bench.settings import (
+    OURS,
+    ROOFLINE,
+    BenchError,
+    Message,
+    Settings,
+    Unsupported,
+)
 
 MOST_ITERATIONS = 50_000
 SLEEP_SECONDS = 0.1  # below this the answers' own CPU time hides whether a set has slept

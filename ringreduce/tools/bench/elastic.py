@@ -11,14 +11,13 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
-from multiprocessing.connection import wait
+from multiprocessing.connection import Client, wait
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from ringreduce.tools.bench.channel import Message, connect, receive, send
 from ringreduce.tools.bench.processes import Place, Process, start_rank
-from ringreduce.tools.bench.settings import BenchError, Contender
+from ringreduce.tools.bench.settings import BenchError, Contender, Message
 
 KEY = "ringreduce.bench"
 
@@ -56,19 +55,19 @@ def run_starter(store: Store, rank: int) -> int:
     place = Place(**plan["place"])
     processes: list[Process] = []
     try:
-        connection = connect(place.control)
-        send(connection, {"starter": rank})
+        connection = Client(place.control)
+        connection.send({"starter": rank})
         for contender in plan["contenders"]:
             processes.append(start_rank(Contender(**contender), rank, place))
         watched = {os.pidfd_open(p.popen.pid): p for p in processes}
         while True:
             for source in wait([connection, *watched]):
                 if source is connection:
-                    return _end(receive(connection), processes, place.timeout)
+                    return _end(connection.recv(), processes, place.timeout)
                 assert isinstance(source, int)
                 process = watched.pop(source)
                 os.close(source)
-                send(connection, {"dead": process.key, "rank": rank})
+                connection.send({"dead": process.key, "rank": rank})
     except (EOFError, OSError):
         return 1  # the controller has gone, and has said why
     finally:

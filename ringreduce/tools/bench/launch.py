@@ -21,9 +21,14 @@ from typing import Any, Protocol
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ringreduce.core.processes import last_lines, uninterrupted
-from ringreduce.tools.bench.channel import Message, receive, send
 from ringreduce.tools.bench.processes import Place, Process, start_mpirun, start_rank
-from ringreduce.tools.bench.settings import BenchError, Contender, Settings, Unsupported
+from ringreduce.tools.bench.settings import (
+    BenchError,
+    Contender,
+    Message,
+    Settings,
+    Unsupported,
+)
 
 GRACE_SECONDS = 1.0  # how long the other ranks may still report after one has failed
 DEATH = "its process ended"
@@ -47,7 +52,7 @@ class RankSet:
         failures: dict[int, str] = {}
         for rank, connection in self.connections.items():
             try:
-                send(connection, question)
+                connection.send(question)
             except OSError:
                 failures[rank] = self._controller.obituary(self.contender.key, rank)
         pending: dict[object, int] = {
@@ -73,7 +78,7 @@ class RankSet:
             for source in ready:
                 rank = pending.pop(source)
                 try:
-                    answers[rank] = receive(self.connections[rank])
+                    answers[rank] = self.connections[rank].recv()
                 except (EOFError, OSError):
                     failures[rank] = self._controller.obituary(self.contender.key, rank)
                     continue
@@ -207,7 +212,7 @@ class Controller:
                 text = self.obituary(process.key, process.rank or 0)
                 raise BenchError(f"{process.key}: after the benchmark, {text}")
         for connection in self._starters.values():
-            send(connection, {"exit": 0, "skipped": list(self.skipped)})
+            connection.send({"exit": 0, "skipped": list(self.skipped)})
 
     def obituary(self, key: str, rank: int) -> str:
         """How a rank process ended, and the last lines of its output."""
@@ -260,7 +265,7 @@ class Controller:
     def _welcome(self, connection: Connection) -> None:
         """Take the first message of a rank or a starter."""
         try:
-            message = receive(connection)
+            message = connection.recv()
         except (EOFError, OSError) as error:
             if connection in self._starters.values():
                 raise BenchError("one of torchrun's ranks has gone") from error

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from ringreduce.tools.bench.channel import Message
 from ringreduce.tools.bench.clocks import clock_for
 from ringreduce.tools.bench.collective import Call, Case, Collective
 from ringreduce.tools.bench.collectives import COLLECTIVES
 from ringreduce.tools.bench.engines import Engine, SharedEngine, make_engine
 from ringreduce.tools.bench.servant import Servant, run
+from ringreduce.tools.bench.settings import Message
 
 
 class Rank(Servant):

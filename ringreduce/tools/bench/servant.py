@@ -15,12 +15,12 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing.connection import Client
 from typing import Any
 
 import torch
 
-from ringreduce.tools.bench.channel import Message, connect, receive, send
-from ringreduce.tools.bench.settings import Unsupported
+from ringreduce.tools.bench.settings import Message, Unsupported
 
 PR_SET_PDEATHSIG = 1
 
@@ -80,7 +80,7 @@ class Servant:
         done = False
         while not done:
             try:
-                question = receive(connection)
+                question = connection.recv()
             except (EOFError, OSError):
                 os._exit(1)  # nobody is left to tell, and peers may never join a clean exit
             name = question.pop("do")
@@ -90,7 +90,7 @@ class Servant:
             except Exception as error:
                 reply = failure(error)
             self.slept_since = (time.process_time(), time.perf_counter())
-            send(connection, reply)
+            connection.send(reply)
 
 
 def run(make: Callable[[dict[str, Any]], Servant]) -> None:
@@ -100,12 +100,12 @@ def run(make: Callable[[dict[str, Any]], Servant]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent(spec["parent"])
     torch.set_num_threads(1)
-    connection = connect(spec["control"])
+    connection = Client(spec["control"])
     identity = {"key": spec["key"], "rank": spec["rank"], "pid": os.getpid()}
     try:
         servant = make(spec)
     except Exception as error:
-        send(connection, {**identity, **failure(error)})
+        connection.send({**identity, **failure(error)})
         sys.exit(1)
-    send(connection, {**identity, "rank": servant.rank})
+    connection.send({**identity, "rank": servant.rank})
     servant.serve(connection)
