@@ -13,6 +13,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from ringreduce.core.files import replacing
 from ringreduce.horovod._launch import dumps
 
 
@@ -30,9 +31,8 @@ def main() -> int:
         # The clock is one for all processes: the first error is the cause of the others.
         outcome = {"error": traceback.format_exc(), "when": time.monotonic()}
         data = pickle.dumps(outcome)
-    partial = folder / f"partial.{rank}"
-    partial.write_bytes(data)
-    partial.rename(folder / f"result.{rank}")
+    with replacing(folder / f"result.{rank}", "wb") as file:
+        file.write(data)
     return int("error" in outcome)
 
 

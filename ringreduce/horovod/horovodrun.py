@@ -36,34 +36,18 @@ _say = partial(say, "horovodrun")
 _OUTPUT = Path(__file__).with_name("_output.py")
 _DEFAULT_RESTARTS = 3
 
-# Options without effect here, and how many values they take.
+# Options without effect here, by how many values they take.
 _WITHOUT_EFFECT = {
-    "--disable-cache": 0,
-    "--hierarchical-allreduce": 0,
-    "--no-hierarchical-allreduce": 0,
-    "--hierarchical-allgather": 0,
-    "--no-hierarchical-allgather": 0,
-    "--torus-allreduce": 0,
-    "--no-torus-allreduce": 0,
-    "--autotune": 0,
-    "--no-autotune": 0,
-    "--autotune-log-file": 1,
-    "--autotune-warmup-samples": 1,
-    "--autotune-steps-per-sample": 1,
-    "--autotune-bayes-opt-max-samples": 1,
-    "--autotune-gaussian-process-noise": 1,
-    "--blacklist-cooldown-range": 2,
-    "--mpi-threads-disable": 0,
-    "--no-mpi-threads-disable": 0,
-    "--tcp": 0,
-    "--num-nccl-streams": 1,
-    "--thread-affinity": 1,
-    "--gloo-timeout-seconds": 1,
-    "--log-level": 1,
-    "--log-with-timestamp": 0,
-    "--log-without-timestamp": 0,
-    "--prefix-output-with-timestamp": 0,
-}
+    0: ("--disable-cache", "--hierarchical-allreduce", "--no-hierarchical-allreduce",
+        "--hierarchical-allgather", "--no-hierarchical-allgather", "--torus-allreduce",
+        "--no-torus-allreduce", "--autotune", "--no-autotune", "--mpi-threads-disable",
+        "--no-mpi-threads-disable", "--tcp", "--log-with-timestamp", "--log-without-timestamp",
+        "--prefix-output-with-timestamp"),
+    1: ("--autotune-log-file", "--autotune-warmup-samples", "--autotune-steps-per-sample",
+        "--autotune-bayes-opt-max-samples", "--autotune-gaussian-process-noise",
+        "--num-nccl-streams", "--thread-affinity", "--gloo-timeout-seconds", "--log-level"),
+    2: ("--blacklist-cooldown-range",),
+}  # fmt: skip
 # Options that are refused, and what to do instead.
 _REFUSED = {
     "--config-file": "give its settings as options of horovodrun",
@@ -71,6 +55,13 @@ _REFUSED = {
     "--slots-per-host": "elastic runs are on one host here: leave it out",
     "--jsrun": "start jsrun yourself, with MASTER_ADDR and MASTER_PORT exported",
     "--binding-args": "pass it to mpirun by --mpi --mpi-args",
+}
+# The least value of an option.
+_LEAST = {
+    **dict.fromkeys(("num_proc", "min_np", "max_np", "elastic_timeout", "start_timeout"), 1),
+    **dict.fromkeys(("fusion_threshold_mb", "cycle_time_ms", "cache_capacity", "reset_limit"), 0),
+    "stall_check_warning_time_seconds": 0,
+    "stall_check_shutdown_time_seconds": 0,
 }
 # What mpirun does not pass on: it belongs to a host, or to another launcher.
 _NOT_PASSED = ("HOME", "HOSTNAME", "PWD", "OLDPWD", "SHLVL", "TMPDIR", "_", "USER", "LOGNAME")
@@ -163,8 +154,9 @@ def _parser() -> argparse.ArgumentParser:
     how.add_argument("--gloo", "--use-gloo", action="store_true", dest="gloo", help="the default")
     how.add_argument("--mpi", "--use-mpi", action="store_true", dest="mpi", help="start by mpirun")
     parser.set_defaults(without_effect=[])
-    for option, count in _WITHOUT_EFFECT.items():
-        add(option, action=_WithoutEffect, nargs=count, help=argparse.SUPPRESS)
+    for count, options in _WITHOUT_EFFECT.items():
+        for option in options:
+            add(option, action=_WithoutEffect, nargs=count, help=argparse.SUPPRESS)
     for option, instead in _REFUSED.items():
         add(option, action=_Refused, nargs="?", help=instead)
     add("command", nargs=argparse.REMAINDER, help="the program of each rank, and its arguments")
@@ -179,19 +171,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         given.command = given.command[1:]
     if not given.command:
         parser.error("a command is needed, such as: python train.py")
-    for name in ("num_proc", "min_np", "max_np", "elastic_timeout", "start_timeout"):
-        if (value := getattr(given, name)) is not None and value < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1, not {value}")
-    for name in (
-        "fusion_threshold_mb",
-        "cycle_time_ms",
-        "cache_capacity",
-        "stall_check_warning_time_seconds",
-        "stall_check_shutdown_time_seconds",
-        "reset_limit",
-    ):
-        if (value := getattr(given, name)) is not None and value < 0:
-            parser.error(f"--{name.replace('_', '-')} must be at least 0, not {value}")
+    for name, least in _LEAST.items():
+        if (value := getattr(given, name)) is not None and value < least:
+            parser.error(f"--{name.replace('_', '-')} must be at least {least}, not {value}")
     least, most = given.min_np or given.num_proc, given.max_np or given.num_proc
     if not least <= given.num_proc <= most:
         parser.error(f"-np {given.num_proc} must be from --min-np {least} to --max-np {most}")
