@@ -5,6 +5,7 @@ lock.  The hooks of this module are the same in Python, for `ddp_model.register_
 """
 
 import functools
+import inspect
 import warnings
 import weakref
 from collections.abc import Callable
@@ -167,16 +168,17 @@ def register_comm_hook(
             f"are on {ddp_model.device_type}"
         )
     state: CompressionState | None = None
+    settings: dict[str, Any] = {
+        "error_feedback": error_feedback,
+        "start_after": start_after,
+        "exact": exact,
+        "schedule": schedule,
+        "stochastic": stochastic,
+        "seed": seed,
+    }
     if codec is None or isinstance(codec, CompressionState):
-        settings = {
-            "error_feedback": error_feedback is not True,
-            "start_after": start_after != 0,
-            "exact": exact is not None,
-            "schedule": schedule != "auto",
-            "stochastic": stochastic is not False,
-            "seed": seed != 0,
-        }
-        given = [name for name, is_given in settings.items() if is_given]
+        known = inspect.signature(register_comm_hook).parameters
+        given = [name for name, value in settings.items() if value != known[name].default]
         if given:
             why = (
                 "a CompressionState has its own"
@@ -188,16 +190,7 @@ def register_comm_hook(
         state = codec
         state._require_parameters_of(ddp_model)
     elif codec is not None:
-        state = CompressionState(
-            ddp_model,
-            codec,
-            error_feedback,
-            start_after,
-            exact,
-            schedule,
-            stochastic,
-            seed,
-        )
+        state = CompressionState(ddp_model, codec, **settings)
     _states[ddp_model] = state
     if state is not None:
         state.process_group = ddp_model.process_group

@@ -42,7 +42,7 @@ _REDUCED = {
 }
 
 
-def _op_of(op: int | None, average: bool | None) -> str:
+def _op_of(op: int | None, average: bool | None = None) -> int:
     if op is not None and average is not None:
         raise ValueError("give op or average, not both")
     if average is not None:
@@ -51,7 +51,7 @@ def _op_of(op: int | None, average: bool | None) -> str:
     op = Average if op is None else _world.whole(op, "op")
     if op not in range(len(_OP_NAMES)):
         raise ValueError(f"no reduction operation {op!r}: use hvd.Average, hvd.Sum, ...")
-    return _OP_NAMES[op]
+    return op
 
 
 def _check(kind: str, tensors: Tensors, op: str) -> None:
@@ -185,18 +185,19 @@ def poll(handle: Entry) -> bool:
 # ---- all-reduce
 
 
-def _reduction(
+def reduction(
     tensors: Tensors,
-    op: str,
+    op: int,
     name: str | None,
-    prescale: float,
-    postscale: float,
     process_set: ProcessSet,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
     grouped: bool = False,
     codec: str = "",
     errors: Tensors = (),
 ) -> _Call:
-    if op == "Adasum":
+    """An all-reduce; `errors` receive those of this rank's encodings, if it is through a codec."""
+    if op == Adasum:
         if process_set is not global_process_set:
             raise NotImplementedError("Adasum takes all ranks, not a process set")
         if _world.size() & (_world.size() - 1):
@@ -207,7 +208,7 @@ def _reduction(
             raise ValueError("Adasum is for floating tensors")
     factors = {"prescale": float(prescale), "postscale": float(postscale)}
     fits = all(t.dtype == torch.float32 and t.device.type == "cpu" for t in tensors)
-    of_codec = codec if fits and op in ("Average", "Sum") else ""
+    of_codec = codec if fits and op in (Average, Sum) else ""
     return _Call(
         "allreduce",
         tensors,
@@ -215,7 +216,7 @@ def _reduction(
         process_set,
         grouped,
         errors if codec and fits else (),
-        {"op": op, "codec": of_codec, **factors},
+        {"op": _OP_NAMES[op], "codec": of_codec, **factors},
     )
 
 
@@ -228,8 +229,8 @@ def _all_reduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> _Call:
-    op_name = _op_of(op, average)
-    return _reduction([tensor], op_name, name, prescale_factor, postscale_factor, process_set)
+    factors = prescale_factor, postscale_factor
+    return reduction([tensor], _op_of(op, average), name, process_set, *factors)
 
 
 def _grouped_all_reduce(
@@ -241,10 +242,8 @@ def _grouped_all_reduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> _Call:
-    op_name = _op_of(op, average)
-    return _reduction(
-        tensors, op_name, name, prescale_factor, postscale_factor, process_set, grouped=True
-    )
+    factors = prescale_factor, postscale_factor
+    return reduction(tensors, _op_of(op, average), name, process_set, *factors, grouped=True)
 
 
 @_call(_all_reduce, Entry)
@@ -277,24 +276,6 @@ def grouped_allreduce_() -> None:
     """As `grouped_allreduce`, in place, without gradients."""
 
 
-def compressed_allreduce_async_(
-    tensor: torch.Tensor,
-    name: str,
-    op: int,
-    process_set: ProcessSet,
-    codec: str,
-    error: torch.Tensor,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> Entry:
-    """As `allreduce_async_`, through a codec; `error` receives that of this rank's encoding."""
-    factors = prescale_factor, postscale_factor
-    call = _reduction(
-        [tensor], _op_of(op, None), name, *factors, process_set, codec=codec, errors=[error]
-    )
-    return call.start(in_place=True)
-
-
 class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, start: Callable[[Tensors, bool], Entry], *tensors: torch.Tensor) -> Any:
@@ -318,14 +299,12 @@ def _differentiable_all_reduce(
     postscale: float,
     process_set: ProcessSet,
 ) -> list[torch.Tensor]:
-    op_name = _op_of(op, average)
-    codec = getattr(compression, "codec", "")
+    checked, codec = _op_of(op, average), getattr(compression, "codec", "")
 
     def start(values: Tensors, forward: bool) -> Entry:
-        name_here = name if forward else None
-        return _reduction(
-            values, op_name, name_here, prescale, postscale, process_set, True, codec
-        ).start()
+        own = name if forward else None
+        call = reduction(values, checked, own, process_set, prescale, postscale, True, codec)
+        return call.start()
 
     return _through(compression, tensors, functools.partial(_apply, _AllReduce, start))
 
@@ -391,7 +370,7 @@ def sparse_allreduce_async(
         op: Average or Sum.
         process_set: the ranks that take part.
     """
-    if _op_of(op, None) not in ("Average", "Sum"):
+    if _op_of(op) not in (Average, Sum):
         raise ValueError("sparse_allreduce_async takes hvd.Average or hvd.Sum")
     own = tensor.coalesce()
     # Rows are gathered, and one of indices() is a dimension.
@@ -655,12 +634,14 @@ def _grouped_reduce_scatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> _Call:
-    op_name = _op_of(op, None)
-    if op_name == "Adasum":
+    op = _op_of(op)
+    if op == Adasum:
         raise NotImplementedError("reducescatter has no Adasum")
     factors = {"prescale": float(prescale_factor), "postscale": float(postscale_factor)}
     tensors = _with_rows("reducescatter", tensors)
-    return _Call("reducescatter", tensors, name, process_set, True, (), {"op": op_name, **factors})
+    return _Call(
+        "reducescatter", tensors, name, process_set, True, (), {"op": _OP_NAMES[op], **factors}
+    )
 
 
 @_call(_reduce_scatter, Entry)

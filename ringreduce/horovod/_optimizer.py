@@ -22,8 +22,8 @@ from ringreduce.horovod._operations import (
     Average,
     Sum,
     allreduce_async_,
-    compressed_allreduce_async_,
     grouped_allreduce_async_,
+    reduction,
     sparse_allreduce_async,
     synchronize,
 )
@@ -213,9 +213,10 @@ class _Gradients:
             residual = self._residuals[p] = torch.zeros_like(dense)
         else:
             dense.add_(residual)
-        handle = compressed_allreduce_async_(
-            dense, self._names[p], self._op, self._process_set, codec, residual
+        call = reduction(
+            [dense], self._op, self._names[p], self._process_set, codec=codec, errors=[residual]
         )
+        handle = call.start(in_place=True)
         self._waiting[p] = lambda: self._replace(p, synchronize(handle))
 
     def _submit_group(self, number: int) -> None:
