@@ -2,9 +2,11 @@
 
 import pickle
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from ringreduce.horovod import _world
 from ringreduce.horovod._operations import (
@@ -83,15 +85,31 @@ def broadcast_optimizer_state(
     if not optimizer.state:
         _make_gradients(optimizer, model)
     is_root = _world.rank() == root_rank
-    state: Any = optimizer.state_dict() if is_root else None
     tensors: list[torch.Tensor] = []
-    skeleton = broadcast_object(_without_tensors(state, tensors) if is_root else None, root_rank)
-    if not is_root:
-        tensors = []
-        state = _with_tensors(skeleton, tensors)
+
+    def left_out(tensor: torch.Tensor) -> _Place:
+        tensors.append(tensor)
+        return _Place(tensor.shape, tensor.dtype, tensor.device.type)
+
+    def new(place: _Place) -> torch.Tensor:
+        tensors.append(torch.empty(place.shape, dtype=place.dtype, device=place.device))
+        return tensors[-1]
+
+    own = tree_map_only(torch.Tensor, left_out, optimizer.state_dict()) if is_root else None
+    theirs = broadcast_object(own, root_rank)
+    state: Any = None if is_root else tree_map_only(_Place, new, theirs)
     broadcast_parameters(tensors, root_rank)
     if not is_root:
         optimizer.load_state_dict(state)
+
+
+@dataclass
+class _Place:
+    """Where a tensor was in a state that is sent."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: str
 
 
 def _make_gradients(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None) -> None:
@@ -110,38 +128,6 @@ def _make_gradients(optimizer: torch.optim.Optimizer, model: torch.nn.Module | N
                 p in sparse and isinstance(optimizer, torch.optim.SGD)
             ):
                 p.grad = p.grad.to_sparse()
-
-
-class _Place:
-    """Where a tensor was: its number, shape, dtype and device."""
-
-    def __init__(self, tensor: torch.Tensor, number: int) -> None:
-        self.number = number
-        self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device.type
-
-
-def _without_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """The same with places in the place of tensors, which are appended to `tensors`."""
-    if isinstance(value, torch.Tensor):
-        tensors.append(value)
-        return _Place(value, len(tensors) - 1)
-    if isinstance(value, dict):
-        return {key: _without_tensors(item, tensors) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_without_tensors(item, tensors) for item in value)
-    return value
-
-
-def _with_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """The reverse, with new tensors; in the same order."""
-    if isinstance(value, _Place):
-        tensors.append(torch.empty(value.shape, dtype=value.dtype, device=value.device))
-        return tensors[-1]
-    if isinstance(value, dict):
-        return {key: _with_tensors(item, tensors) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_with_tensors(item, tensors) for item in value)
-    return value
 
 
 def broadcast_object(
