@@ -9,7 +9,7 @@ import os
 import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, astuple, dataclass, fields, replace
 from datetime import datetime, timezone
 from itertools import pairwise
 from pathlib import Path
@@ -223,26 +223,21 @@ def joined(earlier: Sequence[Point], new: Sequence[Point], add: bool) -> list[Po
 
 # ---- fitting
 
-_NAMES = tuple(_SOCKETS)
+
+def _logs(sockets: Sockets) -> torch.Tensor:
+    return torch.tensor(astuple(sockets), dtype=torch.float64, device="cpu").log()
 
 
-def _sockets(logs: Sequence[float]) -> Sockets:
-    return Sockets(**dict(zip(_NAMES, map(math.exp, logs), strict=True)))
+def _sockets(logs: torch.Tensor) -> Sockets:
+    return Sockets(*logs.exp().tolist())
 
 
-def _residuals(model: Model, logs: Sequence[float], points: Sequence[Point]) -> torch.Tensor:
+def _residuals(model: Model, logs: torch.Tensor, points: Sequence[Point]) -> torch.Tensor:
     """The logarithms of prediction over measurement, and the pull to the defaults."""
     there = replace(model, sockets=_sockets(logs))
-    ratios = [
-        math.log(there.collective(p.kind, p.size, p.job, p.codec).seconds / p.seconds)
-        for p in points
-    ]
-    default = Sockets()
-    pulls = [
-        _PULL * (log - math.log(getattr(default, name)))
-        for log, name in zip(logs, _NAMES, strict=True)
-    ]
-    return torch.tensor(ratios + pulls, dtype=torch.float64, device="cpu")
+    ratios = [there.collective(p.kind, p.size, p.job, p.codec).seconds / p.seconds for p in points]
+    off = torch.tensor(ratios, dtype=torch.float64, device="cpu").log()
+    return torch.cat([off, _PULL * (logs - _logs(Sockets()))])
 
 
 def fit_sockets(model: Model, points: Sequence[Point]) -> Sockets:
@@ -251,18 +246,15 @@ def fit_sockets(model: Model, points: Sequence[Point]) -> Sockets:
     Levenberg and Marquardt's method on the logarithms, with weights that make squares absolute
     values (iteratively reweighted least squares).
     """
-    logs = [math.log(getattr(model.sockets, name)) for name in _NAMES]
+    logs = _logs(model.sockets)
+    each = torch.eye(len(logs), dtype=torch.float64, device="cpu")
     found, damping = _residuals(model, logs, points), 1e-2
     for _ in range(60):
-        columns = []
-        for i in range(len(logs)):
-            moved = [log + (_STEP if i == j else 0) for j, log in enumerate(logs)]
-            columns.append((_residuals(model, moved, points) - found) / _STEP)
+        moves = [_residuals(model, logs + _STEP * one, points) - found for one in each]
         weight = found.abs().clamp(min=0.03).rsqrt()
-        slope = torch.stack(columns, 1) * weight[:, None]
-        matrix = slope.T @ slope + damping * torch.eye(len(logs), dtype=torch.float64, device="cpu")
-        step = torch.linalg.solve(matrix, slope.T @ (weight * found)).clamp(-1, 1)
-        moved = [log - change for log, change in zip(logs, step.tolist(), strict=True)]
+        slope = torch.stack(moves, 1) / _STEP * weight[:, None]
+        matrix = slope.T @ slope + damping * each
+        moved = logs - torch.linalg.solve(matrix, slope.T @ (weight * found)).clamp(-1, 1)
         better = _residuals(model, moved, points)
         if better.abs().sum() < found.abs().sum():
             logs, found, damping = moved, better, damping / 3
