@@ -90,7 +90,7 @@ constexpr std::optional<Algorithm> algorithmNamed(std::string_view name) {
   return std::nullopt;
 }
 
-// In seconds.  The ranks of a group agree on one when the group is made (group/network.cc).
+// In seconds.  The ranks of a group agree on one when the group is made (epoch/network.cc).
 struct WireCost {
   // The part of a hop that the two systems take; the rest is half of the round trip.
   static constexpr double kSystem = 20e-6;

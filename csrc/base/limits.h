@@ -71,7 +71,7 @@ inline constexpr Nanos kNewsOfRing = 2 * kSecond;
 // After a first cut of the ring, a second one, in addition to a heartbeat.
 inline constexpr Nanos kSecondCut = 200 * kMillisecond;
 
-// ---- going on after a loss (group/)
+// ---- going on after a loss (survival/)
 
 // A rank that was stopped until its deadline and runs again; a killed process that ends; and an
 // operation that goes on without a lost rank.

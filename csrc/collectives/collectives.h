@@ -3,7 +3,7 @@
 //
 // A call is a struct with a Kind (base/op_signature.h) and a function for each kind of wires:
 // shared memory (a Communicator) and streams of bytes (a StreamCommunicator).
-// group/operation.cc checks and announces a call by its members: count, counts, dtype, op, root,
+// epoch/operation.cc checks and announces a call by its members: count, counts, dtype, op, root,
 // inputs, outputs.  A call that needs more has one of these members:
 //
 //     std::string problem(int world_size) const     why it is refused; empty if it is not

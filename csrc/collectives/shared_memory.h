@@ -20,7 +20,7 @@ namespace ringreduce {
 
 // Collectives are free functions over a Communicator and an arguments struct.  They run in one
 // thread at a time.  They throw the error of a wait; user memory that they wrote is then undefined.
-// Arguments were checked before (group/operation.cc).
+// Arguments were checked before (epoch/operation.cc).
 struct Communicator {
   int rank, size;
   Exchange& exchange;

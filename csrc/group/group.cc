@@ -9,7 +9,7 @@
 
 #include "base/aside.h"
 #include "base/error.h"
-#include "group/wires.h"
+#include "epoch/wires.h"
 #include "kernels/reduce.h"
 
 namespace ringreduce {

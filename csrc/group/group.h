@@ -9,8 +9,8 @@
 // new one.  In a forked child every call except destruction is refused.
 //
 // A group that survives losses (SharedOptions::min_ranks) does so in shared memory within an
-// operation (health/arbiter.h), and between hosts by whole operations (group/survivors.h).  It goes
-// on after an Error of kind kPeerLost if only that operation lacked data of a lost rank.
+// operation (health/arbiter.h), and between hosts by whole operations (survival/survivors.h).  It
+// goes on after an Error of kind kPeerLost if only that operation lacked data of a lost rank.
 #pragma once
 
 #include <atomic>
@@ -23,11 +23,11 @@
 #include "base/executor.h"
 #include "bootstrap/options.h"
 #include "bootstrap/store.h"
-#include "group/epoch.h"
-#include "group/epochs.h"
-#include "group/operation.h"
-#include "group/recorder.h"
-#include "group/survivors.h"
+#include "epoch/epoch.h"
+#include "epoch/operation.h"
+#include "epoch/recorder.h"
+#include "survival/epochs.h"
+#include "survival/survivors.h"
 
 namespace ringreduce {
 

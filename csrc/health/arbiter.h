@@ -21,7 +21,7 @@
 // gone; collectives then do without it (transport/shm/exchange.h, collectives/reduction.h).  A rank
 // whose process is stopped at a deadline is killed.  One whose process does not run, and cannot be
 // seen or killed, is left out (health/pulse.h).  If it runs again, its next call raises PeerLost.
-// Between hosts a loss fails the epoch (group/epoch.h), and a new one takes its place.
+// Between hosts a loss fails the epoch (epoch/epoch.h), and a new one takes its place.
 #pragma once
 
 #include <atomic>

@@ -13,7 +13,7 @@
 
 #include "base/config.h"
 #include "base/error.h"
-#include "group/wires.h"
+#include "epoch/wires.h"
 #include "torch/arguments.h"
 #include "torch/errors.h"
 #include "torch/gpu_backend.h"

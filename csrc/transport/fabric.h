@@ -1,5 +1,5 @@
 // How a group gets the transport of its collectives between hosts.  A network has one class for
-// this; group/network.cc chooses it, and hands it the connections that other ranks make.
+// this; epoch/network.cc chooses it, and hands it the connections that other ranks make.
 #pragma once
 
 #include <memory>

@@ -3,7 +3,7 @@
     RINGREDUCE_METRICS=folder torchrun ... train.py     # a text file a rank, written each second
     ringreduce.prometheus()                             # /metrics of a program's own server
 
-The groups count (csrc/group/recorder.h), so no operation is missed between two looks, and a look
+The groups count (csrc/epoch/recorder.h), so no operation is missed between two looks, and a look
 costs microseconds.  Sums restart at 0 when a group is made anew.  `statuses` reads what was
 written, for `python -m ringreduce.top` and the page of torch's debug server (debug_server.py).
 What fails here is logged, and ends no training.

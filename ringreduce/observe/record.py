@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ringreduce.core.backend import Backend, backend_of, extension, ringreduce_group
 
-# Of OpRecord, csrc/group/recorder.h.
+# Of OpRecord, csrc/epoch/recorder.h.
 LAYOUT = struct.Struct("<3Q2q3Ii8B5q" + "ifi2I" * 3 + "i3I" + "I")
 STATE_AT = 62  # the byte with the state
 # Kinds in which only the root is waited for, on one host, and in which only the root waits.

@@ -7,7 +7,7 @@
 
 #include "collectives/collectives.h"
 #include "compressed_cases.h"
-#include "group/wires.h"
+#include "epoch/wires.h"
 #include "processes.h"
 #include "ranks.h"
 #include "tcp_world.h"

@@ -1,6 +1,6 @@
 // Records of operations: none is lost or torn for a reader that keeps up, and they say which rank
 // came last.
-#include "group/recorder.h"
+#include "epoch/recorder.h"
 
 #include <atomic>
 #include <chrono>

@@ -1,6 +1,6 @@
 // Going on after losses between hosts: plans, and ranks that die at each of their calls to the
 // store in the recovery from another death.
-#include "group/recovery.h"
+#include "survival/recovery.h"
 
 #include <pthread.h>
 #include <sys/mman.h>

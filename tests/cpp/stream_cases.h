@@ -13,7 +13,7 @@
 #include "check.h"
 #include "collectives/collectives.h"
 #include "collectives/stream_communicator.h"
-#include "group/operation.h"
+#include "epoch/operation.h"
 #include "ring_oracle.h"
 #include "transport/transport.h"
 

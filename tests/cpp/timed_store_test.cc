@@ -1,6 +1,6 @@
 // A store whose calls end in time: answers and errors, a stopped process, a call that hangs, and
 // the end of the thread.
-#include "bootstrap/timed_store.h"
+#include "survival/timed_store.h"
 
 #include <sys/wait.h>
 #include <unistd.h>

@@ -328,7 +328,7 @@ class Model:
     cores: int = 0
 
     def chooser_cost(self, job: Job) -> dict[str, float]:
-        """By which a group of that job would choose its algorithms (csrc/group/network.cc)."""
+        """By which a group of that job would choose its algorithms (csrc/epoch/network.cc)."""
         cost = dict(extension().wire_cost(None))
         system = cost.pop("system")
         assert job.line is not None

@@ -1,5 +1,5 @@
 // Finds what is asked for in one epoch or in all of them.
-#include "group/epochs.h"
+#include "survival/epochs.h"
 
 #include <algorithm>
 #include <utility>

@@ -1,6 +1,6 @@
 // Runs the operations of a group that goes on after losses between hosts: each until all ranks that
 // go on hold its result.  `run` keeps a copy of the input and attempts the operation, which a
-// barrier ends.  After a loss `recover` agrees on a plan with the others (group/recovery.h) and
+// barrier ends.  After a loss `recover` agrees on a plan with the others (survival/recovery.h) and
 // makes the next epoch; unless the plan says that the operation is done, it is attempted again.
 #pragma once
 
@@ -10,9 +10,9 @@
 
 #include "base/executor.h"
 #include "bootstrap/store.h"
-#include "group/epochs.h"
-#include "group/operation.h"
-#include "group/recovery.h"
+#include "epoch/operation.h"
+#include "survival/epochs.h"
+#include "survival/recovery.h"
 
 namespace ringreduce {
 

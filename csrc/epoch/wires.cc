@@ -1,5 +1,5 @@
 // Groups in shared memory, and groups between hosts: which wires a call uses.
-#include "group/wires.h"
+#include "epoch/wires.h"
 
 #include <mutex>
 #include <optional>

@@ -16,9 +16,9 @@
 #include <vector>
 
 #include "bootstrap/options.h"
-#include "group/epoch.h"
-#include "group/operation.h"
-#include "group/recovery.h"
+#include "epoch/epoch.h"
+#include "epoch/operation.h"
+#include "survival/recovery.h"
 
 namespace ringreduce {
 

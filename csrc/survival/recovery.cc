@@ -1,5 +1,5 @@
 // Standings and plans in the store.
-#include "group/recovery.h"
+#include "survival/recovery.h"
 
 #include <algorithm>
 #include <chrono>

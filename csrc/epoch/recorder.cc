@@ -1,5 +1,5 @@
 // The ring of records, each behind a version that tells its readers of changes (a seqlock).
-#include "group/recorder.h"
+#include "epoch/recorder.h"
 
 #include <algorithm>
 #include <bit>

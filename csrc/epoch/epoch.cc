@@ -1,5 +1,5 @@
 // Puts membership, arbiter, wires and messages of the same ranks together.
-#include "group/epoch.h"
+#include "epoch/epoch.h"
 
 #include <string>
 #include <utility>
@@ -8,8 +8,8 @@
 #include "bootstrap/host_links.h"
 #include "bootstrap/rendezvous.h"
 #include "collectives/hierarchy.h"
-#include "group/network.h"
-#include "group/wires.h"
+#include "epoch/network.h"
+#include "epoch/wires.h"
 #include "health/control_frames.h"
 
 namespace ringreduce {

@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "bootstrap/membership.h"
-#include "group/network.h"
-#include "group/operation.h"
+#include "epoch/network.h"
+#include "epoch/operation.h"
 #include "health/arbiter.h"
 
 namespace ringreduce {

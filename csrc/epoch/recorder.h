@@ -25,7 +25,7 @@
 #include "base/dtype.h"
 #include "base/op_signature.h"
 #include "base/waits.h"
-#include "group/rank_map.h"
+#include "epoch/rank_map.h"
 #include "health/arbiter.h"
 #include "p2p/messenger.h"
 

@@ -1,6 +1,6 @@
 // Checks a call, announces it, and runs its collective.  All by the members that a call has
 // (collectives/collectives.h), so a new collective changes nothing here.
-#include "group/operation.h"
+#include "epoch/operation.h"
 
 #include <algorithm>
 #include <string>

@@ -10,7 +10,7 @@
 #include "base/op_signature.h"
 #include "bootstrap/options.h"
 #include "collectives/collectives.h"
-#include "group/rank_map.h"
+#include "epoch/rank_map.h"
 
 namespace ringreduce {
 

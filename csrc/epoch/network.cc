@@ -1,5 +1,5 @@
 // Starts and closes the parts, routes connections, and passes on reports.
-#include "group/network.h"
+#include "epoch/network.h"
 
 #include <algorithm>
 #include <chrono>

@@ -1,5 +1,5 @@
 // Repeats an operation in the next epoch until a plan says that it is done.
-#include "group/survivors.h"
+#include "survival/survivors.h"
 
 #include <algorithm>
 #include <chrono>

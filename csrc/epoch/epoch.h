@@ -2,8 +2,8 @@
 // share, their states, their operations and messages.
 //
 // Most groups have one epoch.  A group that goes on after losses between hosts takes a new one
-// after each loss (group/survivors.h).  An epoch numbers its ranks by their positions in it
-// (group/rank_map.h).
+// after each loss (survival/survivors.h).  An epoch numbers its ranks by their positions in it
+// (epoch/rank_map.h).
 #pragma once
 
 #include <atomic>
@@ -17,9 +17,9 @@
 #include "bootstrap/membership.h"
 #include "bootstrap/options.h"
 #include "bootstrap/store.h"
-#include "group/operation.h"
-#include "group/rank_map.h"
-#include "group/recorder.h"
+#include "epoch/operation.h"
+#include "epoch/rank_map.h"
+#include "epoch/recorder.h"
 #include "health/arbiter.h"
 #include "p2p/messenger.h"
 

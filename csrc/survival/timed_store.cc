@@ -1,5 +1,5 @@
 // The thread, and how a call waits for it.
-#include "bootstrap/timed_store.h"
+#include "survival/timed_store.h"
 
 #include <algorithm>
 #include <chrono>

@@ -9,7 +9,7 @@
 //   3. Once all ranks that are not lost have come, one of them proposes a plan: the ranks that go
 //      on, and whether the operation is done or has to run again.  The store keeps the first
 //      proposal, so all ranks have the same plan, however the network is cut.
-//   4. The ranks of the plan make a new epoch (group/epoch.h).  If another rank is lost meanwhile,
+//   4. The ranks of the plan make a new epoch (epoch/epoch.h).  If another rank is lost meanwhile,
 //      they come to the store again.
 //
 // A rank that is not in the plan has been taken for lost: it may have been cut off, or stopped.  It
@@ -30,7 +30,7 @@
 #include "base/clock.h"
 #include "base/error.h"
 #include "bootstrap/options.h"
-#include "bootstrap/timed_store.h"
+#include "survival/timed_store.h"
 
 namespace ringreduce {
 
