@@ -25,21 +25,14 @@ namespace ringreduce {
 // attempt uses.
 class Attempt {
  public:
+  // `what` the end of it is, for the error: "rank 1 gave up while the group was made".
+  explicit Attempt(std::string what) : what_(std::move(what)) {}
   virtual ~Attempt() = default;
   // Rank 0's: called once the other ranks can find it, before any of them learns that all are
   // there.  Throws Error to end the attempt on all ranks.
-  virtual void claim() = 0;
+  virtual void claim() { check(); }
   // Called in every wait while the group is made.  Throws Error to end the attempt on all ranks.
-  virtual void poll(Nanos waited) = 0;
-};
-
-// An attempt that another thread may end.
-class Cancel : public Attempt {
- public:
-  // `what` it is, for the error: "rank 1 gave up while the group was made".
-  explicit Cancel(std::string what) : what_(std::move(what)) {}
-  void claim() override { check(); }
-  void poll(Nanos /*waited*/) override { check(); }
+  virtual void poll(Nanos /*waited*/) { check(); }
   // From any thread.  The first reason counts; it is a literal.
   void end(const char* why) {
     const char* none = nullptr;

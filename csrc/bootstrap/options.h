@@ -66,6 +66,7 @@ struct GroupOptions {
   // Tells the group that is made from all others, also of the same name (Rendezvous::id).
   std::string meeting = "";
 
+  std::string place = "";       // what its keys in the store begin with
   std::string store_host = "";  // where the store is, by name or number, if that is known
 
   std::shared_ptr<Attempt> attempt = nullptr;  // null: nothing outside ends it

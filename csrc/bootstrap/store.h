@@ -31,23 +31,24 @@ class Store {
   virtual Store* ofJob() { return nullptr; }
 };
 
-// A store whose errors name this rank and the group, and the usual cause.
+// The place of the options in a store.  Its errors name this rank and the group, and the usual
+// cause.
 class NamedStore final : public Store {
  public:
   NamedStore(Store& store, int rank, const GroupOptions& options)
       : store_(store), rank_(rank), options_(options) {}
 
   void set(const std::string& key, const std::string& value) override {
-    named([&] { store_.set(key, value); });
+    named([&] { store_.set(options_.place + key, value); });
   }
   std::optional<std::string> get(const std::string& key) override {
-    return named([&] { return store_.get(key); });
+    return named([&] { return store_.get(options_.place + key); });
   }
   void remove(const std::string& key) override {
-    named([&] { store_.remove(key); });
+    named([&] { store_.remove(options_.place + key); });
   }
   std::string setOnce(const std::string& key, const std::string& value) override {
-    return named([&] { return store_.setOnce(key, value); });
+    return named([&] { return store_.setOnce(options_.place + key, value); });
   }
   Store* ofJob() override { return store_.ofJob(); }
 

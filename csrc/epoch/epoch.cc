@@ -26,12 +26,19 @@ Patience patienceOf(bool in_users_thread, size_t ranks_here) {
 
 }  // namespace
 
-std::shared_ptr<Epoch> Epoch::create(Store& users_store, int rank, int world_size,
-                                     const GroupOptions& options, Executor& executor,
+std::shared_ptr<Epoch> Epoch::create(Store& users_store, int group_rank, int group_size,
+                                     const GroupOptions& group_options, Executor& executor,
                                      const MakeLocal& make_local) {
+  const RankMap ranks(group_options.members, group_size);
+  const auto position = ranks.positionOf(group_rank);
+  if (!position)
+    throw Error(Failure::kSetup, "rank " + std::to_string(group_rank) + " of a group of " +
+                                     std::to_string(group_size) + " cannot be");
+  const int rank = *position;
+  const GroupOptions options = group_options.ofMembers(ranks.ranks(), group_size);
   NamedStore store(users_store, rank, options);
   auto links = std::make_unique<HostLinks>(options);
-  Rendezvous met = rendezvous(store, rank, world_size, options,
+  Rendezvous met = rendezvous(store, rank, static_cast<int>(ranks.ranks().size()), options,
                               [&](const Hosts& hosts) { return links->open(hosts); });
   GroupOptions made = options;
   made.attempt = nullptr;  // it ends with this call

@@ -35,9 +35,10 @@ class Epoch {
   // Makes the group of the ranks of this host, if there are several hosts.
   using MakeLocal = std::function<void(int rank, Membership membership, const GroupOptions&)>;
 
-  // Collective.  Returns when all ranks have joined, on one host or several.  Throws Error.
-  // The executor must outlive it.
-  static std::shared_ptr<Epoch> create(Store& store, int rank, int world_size,
+  // Collective over options.members of a group of `group_size` ranks, in which this one is `rank`.
+  // Returns when they have joined, on one host or several.  Throws Error.  The executor must
+  // outlive it.
+  static std::shared_ptr<Epoch> create(Store& store, int rank, int group_size,
                                        const GroupOptions& options, Executor& executor,
                                        const MakeLocal& make_local);
   // Of ranks that share memory.

@@ -11,6 +11,7 @@
 #include "base/error.h"
 #include "epoch/wires.h"
 #include "kernels/reduce.h"
+#include "survival/successor.h"
 
 namespace ringreduce {
 namespace {
@@ -21,12 +22,7 @@ constexpr size_t kQuickBytes = 64 << 10;
 }  // namespace
 
 std::shared_ptr<Group> Group::create(std::shared_ptr<Store> store, int rank, int world_size,
-                                     const GroupOptions& options) {
-  const RankMap ranks(options.members, world_size);
-  const auto position = ranks.positionOf(rank);
-  if (!position)
-    throw Error(Failure::kSetup, "rank " + std::to_string(rank) + " of a group of " +
-                                     std::to_string(world_size) + " cannot be");
+                                     const GroupOptions& options, const Made& made) {
   instructionSet();  // throws here, before anything is sent, where no kernel can run
   stepAside();
   auto executor = std::make_unique<Executor>();
@@ -38,12 +34,25 @@ std::shared_ptr<Group> Group::create(std::shared_ptr<Store> store, int rank, int
     local.reset(new Group(local_rank, size, of_host, std::move(of_local), std::move(epoch), nullptr,
                           nullptr));
   };
-  auto epoch = Epoch::create(*store, *position, static_cast<int>(ranks.ranks().size()),
-                             options.ofMembers(ranks.ranks(), world_size), *executor, make_local);
-  GroupOptions made = options;
-  made.attempt = nullptr;
-  return std::shared_ptr<Group>(new Group(rank, world_size, made, std::move(executor),
-                                          std::move(epoch), std::move(local), store));
+  std::shared_ptr<Group> group;
+  const auto take = [&](std::shared_ptr<Epoch> epoch) {
+    GroupOptions own = options;
+    own.attempt = nullptr;
+    group.reset(new Group(rank, world_size, own, std::move(executor), std::move(epoch),
+                          std::move(local), store));
+  };
+  Executor& runs = *executor;
+  if (!made) {
+    take(Epoch::create(*store, rank, world_size, options, runs, make_local));
+    return group;
+  }
+  makeSuccessor(*store, rank, world_size, options, runs, make_local,
+                [&](std::shared_ptr<Epoch> epoch, const Operation& barrier) {
+                  take(std::move(epoch));
+                  made(group);
+                  group->run(barrier);
+                });
+  return group;
 }
 
 Group::Group(int rank, int size, const GroupOptions& options, std::unique_ptr<Executor> executor,

@@ -14,6 +14,7 @@
 #pragma once
 
 #include <atomic>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -35,8 +36,11 @@ class Group : public std::enable_shared_from_this<Group> {
  public:
   // Collective over options.members.  Returns when they have joined, on one host or several.
   // Throws Error.  A group that survives losses between hosts uses the store after each loss.
+  // `made`: of a group that follows another one (survival/successor.h): called with it before the
+  // barrier that shows that all members have made it.
+  using Made = std::function<void(const std::shared_ptr<Group>&)>;
   static std::shared_ptr<Group> create(std::shared_ptr<Store> store, int rank, int world_size,
-                                       const GroupOptions& options);
+                                       const GroupOptions& options, const Made& made = nullptr);
   // The same with a store that outlives the group.
   static std::shared_ptr<Group> create(Store& store, int rank, int world_size,
                                        const GroupOptions& options) {

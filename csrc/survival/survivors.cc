@@ -12,6 +12,7 @@
 #include "base/limits.h"
 #include "bootstrap/attempt.h"
 #include "bootstrap/topology.h"
+#include "survival/successor.h"
 
 namespace ringreduce {
 namespace {
@@ -19,35 +20,14 @@ namespace {
 // How often ranks that are all there try in vain.
 constexpr int kMostFruitless = 4;
 
-// Keys of one attempt to make an epoch.
-class EpochStore final : public Store {
- public:
-  EpochStore(Store& store, std::string prefix) : store_(store), prefix_(std::move(prefix)) {}
-  void set(const std::string& key, const std::string& value) override {
-    store_.set(prefix_ + key, value);
-  }
-  std::optional<std::string> get(const std::string& key) override {
-    return store_.get(prefix_ + key);
-  }
-  void remove(const std::string& key) override { store_.remove(prefix_ + key); }
-  std::string setOnce(const std::string& key, const std::string& value) override {
-    return store_.setOnce(prefix_ + key, value);
-  }
-
- private:
-  Store& store_;
-  const std::string prefix_;
-};
-
 // Ends the making of an epoch as soon as one of its ranks is lost.
 class WatchedAttempt final : public Attempt {
  public:
-  explicit WatchedAttempt(std::function<void()> check) : check_(std::move(check)) {}
-  void claim() override {}
-  void poll(Nanos) override { check_(); }
+  explicit WatchedAttempt(std::function<void()> look) : Attempt(""), look_(std::move(look)) {}
+  void poll(Nanos) override { look_(); }
 
  private:
-  const std::function<void()> check_;
+  const std::function<void()> look_;
 };
 
 }  // namespace
@@ -221,7 +201,9 @@ bool Survivors::makeNextEpoch(const Recovery::Watch& watch, const Call& call, Na
     return std::ranges::find_if(members,
                                 [&](int r) { return watch.look(r) != Recovery::Sight::kHere; });
   };
-  GroupOptions made = epochs_.options().ofMembers(members, epochs_.size());
+  GroupOptions made = epochs_.options();
+  made.members = members;
+  made.place = recovery_.meeting();
   made.shared = shared_;
   made.timeout = patience;
   if (!call.in_users_thread) made.interrupt = nullptr;
@@ -231,15 +213,14 @@ bool Survivors::makeNextEpoch(const Recovery::Watch& watch, const Call& call, Na
       throw Error(Failure::kPeerLost,
                   "rank " + epochs_.options().shown(*lost) + " is lost too, in a recovery");
   });
-  EpochStore store(recovery_.store(), recovery_.meeting());
   try {
-    const int position = RankMap(members, epochs_.size()).positionOf(epochs_.rank()).value();
-    const auto next =
-        Epoch::create(store, position, static_cast<int>(members.size()), made, executor_, nullptr);
-    epochs_.add(next);
-    watch.poll();
-    next->run({.call = Barrier{}}, patience, call.in_users_thread, nullptr);
-    epochs_.enter(next);
+    makeSuccessor(recovery_.store(), epochs_.rank(), epochs_.size(), made, executor_, nullptr,
+                  [&](const std::shared_ptr<Epoch>& next, const Operation& barrier) {
+                    epochs_.add(next);
+                    watch.poll();
+                    next->run(barrier, barrier.timeout, call.in_users_thread, nullptr);
+                    epochs_.enter(next);
+                  });
     return true;
   } catch (const Error& error) {
     if (error.kind() == Failure::kAborted) throw;

@@ -99,13 +99,13 @@ Backend::Backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int siz
 }
 
 std::shared_ptr<Group> Backend::makeGroup(const StorePtr& store, int rank, int size,
-                                          GroupOptions options) const {
+                                          GroupOptions options, const Group::Made& made) const {
   const auto adapted = std::make_shared<TorchStore>(store);
   if (options.store_host.empty()) options.store_host = hostOf(store);
   const int first = options.members.empty() ? 0 : options.members.front();
   if (rank == first) options.choose_shared = choose_shared_;
   if (hasCuda()) adapted->set("ringreduce/gpus/" + std::to_string(rank), gpus_.facts);
-  return Group::create(adapted, rank, size, options);
+  return Group::create(adapted, rank, size, options, made);
 }
 
 c10::intrusive_ptr<GpuBackend> Backend::makeGpuBackend(int rank, int size) {
@@ -127,7 +127,7 @@ Backend::~Backend() {
   std::optional<pybind11::gil_scoped_release> released;
   if (Py_IsInitialized() && PyGILState_Check()) released.emplace();
   if (gpu_) leave(*gpu_);
-  prepared_.reset();
+  prepared_ = {};
   group_.reset();
 }
 

@@ -239,17 +239,27 @@ class Backend final : public c10d::Backend {
   GpuPtr gpuFor(const at::Tensor& tensor) const;
   GpuPtr gpuFor(const Tensors& tensors) const;
   std::shared_ptr<cuda::GpuCommunicator> makeCommunicatorOn(c10::Device device);
-  std::shared_ptr<Group> makeGroup(const StorePtr& store, int rank, int size,
-                                   GroupOptions options) const;
+  std::shared_ptr<Group> makeGroup(const StorePtr& store, int rank, int size, GroupOptions options,
+                                   const Group::Made& made = nullptr) const;
   c10::intrusive_ptr<GpuBackend> makeGpuBackend(int rank, int size);
-#ifdef C10D_BACKEND_HAS_RECONFIGURE
-  void enter(const std::shared_ptr<Group>& group, const StorePtr& store, GroupOptions options);
-#endif
   WorkPtr broadcastOfCopies(Group& group, const at::Tensor& tensor,
                             const c10d::BroadcastOptions& options);
-  // Makes `change` the reconfigure() or prepare() that endChange() ends; at once if it has ended
-  // more than `ends` of them.  The result lives as long as the call.
-  std::shared_ptr<Cancel> beginChange(const std::shared_ptr<Cancel>& change, int ends);
+  // A group that is to follow this one, and its part of the store.
+  struct Successor {
+    std::shared_ptr<Group> group = nullptr;
+    StorePtr store = nullptr;
+  };
+  // Makes it: the prepared one.  endChange() ends options.attempt; at once if it was called more
+  // than `ends` times.  `made`: called before the barrier.  The caller keeps the result until the
+  // change is over, for which the end of the process waits.
+  std::shared_ptr<Attempt> makeSuccessor(const StorePtr& store, int rank, int size,
+                                         GroupOptions options, int ends,
+                                         const std::function<void()>& made = nullptr);
+  // Makes the prepared group the current one, and returns that before, as replaceGroup does.
+  // `entered`: called with group_mutex_ held.
+  std::shared_ptr<Group> enterSuccessor(const GpuPtr& gpu,
+                                        const std::function<void()>& entered = nullptr);
+  static void drop(const Successor& next, const std::string& why);
   // Ends the change that is under way in another thread, and those that begin before the next
   // group, except a reconfigure() that is called later than abort().
   void endChange(const char* why);
@@ -284,10 +294,9 @@ class Backend final : public c10d::Backend {
   Failure last_failure_ = Failure::kNone;  // of a group that is destroyed
   bool is_connected_ = false;              // it has or had a group, or was destroyed
   const Connect connect_;
-  std::mutex change_mutex_;         // one reconfigure() or prepare() at a time; others wait
-  std::shared_ptr<Cancel> change_;  // the last of them
-  std::shared_ptr<Group> prepared_;
-  StorePtr prepared_store_;
+  std::mutex change_mutex_;          // one reconfigure() or prepare() at a time; others wait
+  std::shared_ptr<Attempt> change_;  // the last of them
+  Successor prepared_;
   int ends_ = 0;                      // calls of abort() and shutdown() since the group was made
   const char* end_reason_ = nullptr;  // the last of them
   bool is_destroyed_ = false;         // shutdown() was called

@@ -151,7 +151,7 @@ BackendPtr createBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank,
                          const std::vector<int>& global_ranks, const Settings& settings,
                          const std::string& gpu_facts, const py::object& make_inner,
                          const py::object& count_ranks, int of_ranks, const std::string& connect,
-                         const std::shared_ptr<Cancel>& cancel, bool keeps_store,
+                         const std::shared_ptr<Attempt>& cancel, bool keeps_store,
                          const std::string& launcher, const std::string& job,
                          const std::string& program) {
   const auto make = shared(make_inner), count = shared(count_ranks);
@@ -580,10 +580,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   // The type of Backend.mem_allocator: torch's CPU builds have no class for allocators.
   py::class_<PageAllocator, std::shared_ptr<PageAllocator>>(m, "PageAllocator");
 
-  py::class_<Cancel, std::shared_ptr<Cancel>>(m, "Cancel")
+  py::class_<Attempt, std::shared_ptr<Attempt>>(m, "Cancel")
       .def(py::init<std::string>(), "what"_a)
-      .def("end", [](Cancel& cancel) { cancel.end("abort() was called"); })
-      .def("check", [](const Cancel& cancel) { translated([&] { cancel.check(); }); });
+      .def("end", [](Attempt& cancel) { cancel.end("abort() was called"); })
+      .def("check", [](const Attempt& cancel) { translated([&] { cancel.check(); }); });
 
   bindSettings(m);
   m.def("create_backend", &createBackend, "store"_a, "rank"_a, "size"_a, "timeout"_a, "name"_a,

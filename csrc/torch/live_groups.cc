@@ -27,7 +27,7 @@ struct LiveGroups {
   };
   std::mutex mutex;
   std::vector<Entry> groups;
-  std::vector<std::weak_ptr<Cancel>> changes;
+  std::vector<std::weak_ptr<Attempt>> changes;
 };
 
 LiveGroups& liveGroups() {
@@ -44,7 +44,7 @@ void addLive(const std::shared_ptr<Group>& group, const c10::intrusive_ptr<GpuBa
   live.groups.push_back({group, c10::weak_intrusive_ptr<GpuBackend>(gpu)});
 }
 
-void addLive(const std::shared_ptr<Cancel>& change) {
+void addLive(const std::shared_ptr<Attempt>& change) {
   LiveGroups& live = liveGroups();
   const std::lock_guard lock(live.mutex);
   std::erase_if(live.changes, [](const auto& entry) { return entry.expired(); });

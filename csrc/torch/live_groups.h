@@ -7,14 +7,14 @@
 
 namespace ringreduce {
 
-class Cancel;
+class Attempt;
 class GpuBackend;
 class Group;
 
 // For shutdownAll: a group with its GPUs, which are null in a build without CUDA.
 void addLive(const std::shared_ptr<Group>& group, const c10::intrusive_ptr<GpuBackend>& gpu);
 // The same of a change of members, which is under way as long as `change` lives.
-void addLive(const std::shared_ptr<Cancel>& change);
+void addLive(const std::shared_ptr<Attempt>& change);
 
 // Ends the changes of members, runs the queued operations of all living groups of this process, and
 // leaves them: for a process that ends without having destroyed its groups.

@@ -25,15 +25,72 @@
 
 namespace ringreduce {
 
-// ---- what all changes have in common
+// ---- what all changes have in common: the steps of survival/successor.h
 
-std::shared_ptr<Cancel> Backend::beginChange(const std::shared_ptr<Cancel>& change, int ends) {
-  const std::lock_guard lock(group_mutex_);
-  if (is_destroyed_ || ends_ > ends) change->end(end_reason_);
-  change_ = change;
-  const std::shared_ptr<Cancel> under_way(change.get(), [change](Cancel*) {});
-  addLive(under_way);
+std::shared_ptr<Attempt> Backend::makeSuccessor(const StorePtr& store, int rank, int size,
+                                                GroupOptions options, int ends,
+                                                const std::function<void()>& made) {
+  const std::shared_ptr<Attempt> attempt = options.attempt;
+  const std::shared_ptr<Attempt> under_way(attempt.get(), [attempt](Attempt*) {});
+  {
+    const std::lock_guard lock(group_mutex_);
+    if (is_destroyed_ || ends_ > ends) attempt->end(end_reason_);
+    change_ = attempt;
+    addLive(under_way);
+  }
+  Successor next{.group = nullptr, .store = store};
+  try {
+    makeGroup(store, rank, size, std::move(options), [&](const std::shared_ptr<Group>& group) {
+      next.group = group;
+      if (made) made();
+    });
+    next.group->setTimeout(nanosOf(options_->timeout));
+    const std::lock_guard lock(group_mutex_);
+    attempt->check();  // later, who ends it drops the group
+    prepared_ = next;
+  } catch (const Error& error) {
+    drop(next, error.what());
+    throw;
+  } catch (...) {  // Ctrl-C
+    drop(next, "it was interrupted");
+    throw;
+  }
   return under_way;
+}
+
+std::shared_ptr<Group> Backend::enterSuccessor(const GpuPtr& gpu,
+                                               const std::function<void()>& entered) {
+  try {
+    const std::lock_guard lock(group_mutex_);
+    if (change_) change_->check();  // later, the new group is aborted or destroyed
+    if (!prepared_.group)
+      throw Error(Failure::kSetup, "ringreduce: there is no prepared group to enter");
+    const auto [group, store] = std::exchange(prepared_, {});
+    std::shared_ptr<Group> old = replaceGroup(group, gpu, store);
+    if (entered) entered();
+    return old;
+  } catch (const Error&) {
+    dropPrepared();
+    throw;
+  }
+}
+
+void Backend::dropPrepared() {
+  Successor next;
+  const char* why = "it was not entered";
+  {
+    const std::lock_guard lock(group_mutex_);
+    next = std::exchange(prepared_, {});
+    if (ends_ > 0) why = end_reason_;
+  }
+  drop(next, why);
+}
+
+void Backend::drop(const Successor& next, const std::string& why) {
+  if (!next.group) return;
+  // Others that go on after losses do so without this rank.
+  if (next.group->sharedOptions().min_ranks == 0) next.group->abort(why);
+  leave(*next.group);
 }
 
 void Backend::endChange(const char* why) {
@@ -68,12 +125,12 @@ namespace {
 // first.  Rank 0 claims it in the store with the list.  Each other rank looks at the claim while it
 // waits.  A rank that finds another list there with its own handle in it says so beside the claim,
 // where rank 0 looks: that attempt can never be complete.
-class MembershipChange final : public Cancel {
+class MembershipChange final : public Attempt {
  public:
   // `members`: the handles of all.  `refusal`: the error where the uuid is another list's.
   MembershipChange(c10::intrusive_ptr<c10d::Store> store, std::string key, std::string members,
                    std::string own, int rank, std::string who, std::string refusal)
-      : Cancel(who + " gave up its reconfigure"),
+      : Attempt(who + " gave up its reconfigure"),
         store_(std::move(store)),
         adapted_(std::make_unique<TorchStore>(store_)),
         key_(std::move(key)),
@@ -84,7 +141,7 @@ class MembershipChange final : public Cancel {
         refusal_(std::move(refusal)) {}
 
   void claim() override {
-    Cancel::claim();
+    Attempt::claim();
     if (!claims()) refuse();
   }
   void poll(Nanos waited) override {
@@ -218,50 +275,29 @@ Backend::WorkPtr Backend::reconfigure(const c10d::ReconfigureOptions& options) {
 
     GroupOptions within = made;
     within.timeout = nanosOf(options.timeout.value_or(options_->timeout));
-    const Nanos until = deadlineIn(within.timeout);
-    const auto change = std::make_shared<MembershipChange>(store_, place + "/claim", members, own,
-                                                           rank, who, refusal);
-    within.attempt = change;
-    const auto under_way = beginChange(change, ends);  // of a destroyed group: it tells the others
-    const std::shared_ptr<Group> group = makeGroup(store, rank, size, std::move(within));
-    group->setTimeout(std::max<Nanos>(until - now(), 0) + limits::kLaterNews);
-    enter(group, store, std::move(made));
-    group->setTimeout(nanosOf(options_->timeout));
+    within.attempt = std::make_shared<MembershipChange>(store_, place + "/claim", members, own,
+                                                        rank, who, refusal);
+    // Ranks that are not in the new group may never join what is under way in the old one.  That
+    // ends on all ranks before any leaves the old group: otherwise its operations would report a
+    // rank that has left as lost.
+    std::shared_ptr<Group> old = groupIfAny();
+    const auto endOld = [&] {
+      if (old && !old->failed() && !old->isIdle()) old->abort("it was reconfigured");
+    };
+    const auto under_way = makeSuccessor(store, rank, size, std::move(within), ends, endOld);
+    const GpuPtr gpu = makeGpuBackend(rank, size), old_gpu = gpuIfAny();
+    old = enterSuccessor(gpu, [&] {
+      group_options_ = std::move(made);
+      rank_ = rank;
+      size_ = size;
+      options_->global_ranks_in_group.assign(group_options_.started_as.begin(),
+                                             group_options_.started_as.end());
+    });
+    if (old_gpu) leave(*old_gpu, true);
+    endOld();
+    if (old) leave(*old);
     return c10::make_intrusive<WorkList>(rank_, std::vector<WorkPtr>());
   });
-}
-
-// Leaves the old group, if there is one, for the new one.  Throws if the new one has failed
-// already.  The old one then stays the current one; if it was busy, it has been aborted.
-void Backend::enter(const std::shared_ptr<Group>& group, const StorePtr& store,
-                    GroupOptions options) {
-  // Ranks that are not in the new group may never join what is under way in the old one.  That ends
-  // on all ranks before any leaves the old group: otherwise its operations would report a rank that
-  // has left as lost.
-  const auto gpu = makeGpuBackend(group->rank(), group->size());
-  std::shared_ptr<Group> old = groupIfAny();
-  GpuPtr old_gpu;
-  try {
-    if (old && !old->failed() && !old->isIdle()) old->abort("it was reconfigured");
-    group->run({.call = Barrier{}});
-    const std::lock_guard lock(group_mutex_);
-    change_->check();  // later, the new group is aborted or destroyed
-    old_gpu = gpu_;
-    old = replaceGroup(group, gpu, store);
-    group_options_ = std::move(options);
-    rank_ = group->rank();
-    size_ = group->size();
-    options_->global_ranks_in_group.assign(group_options_.started_as.begin(),
-                                           group_options_.started_as.end());
-  } catch (const Error& error) {
-    group->abort(error.what());
-    leave(*group);
-    throw;
-  }
-  if (old_gpu) leave(*old_gpu, true);
-  if (!old) return;
-  if (!old->failed() && !old->isIdle()) old->abort("it was reconfigured");
-  leave(*old);
 }
 
 #endif
@@ -279,49 +315,18 @@ void Backend::prepare(const std::string& place, const std::vector<int>& members,
     GroupOptions made = group_options_;
     made.members = members;
     made.timeout = timeout;
-    const Nanos until = deadlineIn(timeout);
     if (const auto group = groupIfAny()) made.shared = group->sharedOptions();
-    const auto cancel = std::make_shared<Cancel>("rank " + made.shown(rank_) + " of group '" +
-                                                 made.name + "' gave up while newcomers joined");
-    const auto under_way = beginChange(cancel, /*ends=*/0);
-    made.attempt = cancel;
+    made.attempt = std::make_shared<Attempt>("rank " + made.shown(rank_) + " of group '" +
+                                             made.name + "' gave up while newcomers joined");
     const auto store = c10::make_intrusive<c10d::PrefixStore>(place, store_);
-    const std::shared_ptr<Group> group = makeGroup(store, rank_, size_, std::move(made));
-    try {
-      group->setTimeout(std::max<Nanos>(until - now(), 0) + limits::kLaterNews);
-      group->run({.call = Barrier{}});  // a member may have failed to make it
-      const std::lock_guard lock(group_mutex_);
-      cancel->check();
-      group->setTimeout(nanosOf(options_->timeout));
-      prepared_ = group;
-      prepared_store_ = store;
-    } catch (...) {
-      leave(*group);
-      throw;
-    }
+    makeSuccessor(store, rank_, size_, std::move(made), /*ends=*/0);
   });
 }
 
 void Backend::enterPrepared() {
-  std::shared_ptr<Group> old;
-  translated([&] {
-    const std::lock_guard lock(group_mutex_);
-    if (change_) change_->check();
-    if (!prepared_) throw Error(Failure::kSetup, "ringreduce: there is no prepared group to enter");
-    old = replaceGroup(std::exchange(prepared_, nullptr), gpu_, prepared_store_);
-  });
-  if (!old) return;
+  const auto old = translated([&] { return enterSuccessor(gpuIfAny()); });
   // No abort: a survivor may still be in its last operation.  Messages may never be received.
-  leave(*old);
-}
-
-void Backend::dropPrepared() {
-  std::shared_ptr<Group> group;
-  {
-    const std::lock_guard lock(group_mutex_);
-    group = std::exchange(prepared_, nullptr);
-  }
-  if (group) leave(*group);
+  if (old) leave(*old);
 }
 
 }  // namespace ringreduce
