@@ -230,7 +230,7 @@ std::string HostLinks::open(const Hosts& hosts) {
   agreed_cost_ = AgreedWireCost::fromEnvironment();
   const int here = static_cast<int>(hosts.localRanks().size());
   SharedOptions local = options_.choosesShared() ? shared_ : SharedOptions::fromEnvironment(here);
-  local.min_ranks = 0;  // a group that survives losses has no groups of a host
+  local.on_loss = OnLoss::kError;  // a group that survives losses has no groups of a host
   return acceptor_->endpoint().text() + "|" + shared_.toText() + "|" + ring_setting_ + "|" +
          local.toText();
 }

@@ -76,8 +76,10 @@ SharedOptions SharedOptions::fromEnvironment(int world_size) {
   options.sockets = config.wire.get() == "tcp";
   options.encrypted = config.tls.get() == 1;
   const auto most = static_cast<int64_t>(world_size);  // a subgroup may be smaller
-  if (config.on_loss.get() == "continue")
+  if (config.on_loss.get() == "continue") {
+    options.on_loss = OnLoss::kContinue;
     options.min_ranks = static_cast<int>(std::min(config.min_ranks.get(), most));
+  }
   config.removed.get();
   return options;
 }
@@ -95,10 +97,10 @@ void SharedOptions::validate(int world_size) const {
     throw Error(Failure::kArgument,
                 "there is no such algorithm; there are auto, direct, twoshot, ring, bruck and "
                 "hierarchical");
-  if (min_ranks < 0 || min_ranks > world_size)
+  if (min_ranks < 1 || min_ranks > world_size)
     throw Error(Failure::kArgument, "min_ranks is " + std::to_string(min_ranks) +
                                         "; it can be 1 to " + std::to_string(world_size));
-  if (min_ranks > 0 && algorithm == Algorithm::kRing)
+  if (goesOn() && algorithm == Algorithm::kRing)
     throw Error(Failure::kArgument,
                 "on_loss is 'continue', and the algorithm 'ring' cannot go on after a loss; take "
                 "auto, direct or twoshot");
@@ -120,18 +122,20 @@ void SharedOptions::validate(int world_size) const {
 std::string SharedOptions::toText() const {
   TextWriter text;
   text << static_cast<int>(algorithm) << ' ' << slot_bytes << ' ' << slots << ' ' << sockets << ' '
-       << encrypted << ' ' << min_ranks << ' ' << static_cast<int>(order);
+       << encrypted << ' ' << static_cast<int>(on_loss) << ' ' << min_ranks << ' '
+       << static_cast<int>(order);
   return text.str();
 }
 
 SharedOptions SharedOptions::fromText(const std::string& text) {
   TextReader in(text);
   SharedOptions options;
-  int algorithm = 0, order = 0;
+  int algorithm = 0, on_loss = 0, order = 0;
   if (!(in >> algorithm >> options.slot_bytes >> options.slots >> options.sockets >>
-        options.encrypted >> options.min_ranks >> order))
+        options.encrypted >> on_loss >> options.min_ranks >> order))
     throw Error(Failure::kSetup, "a rank told options that cannot be read: " + text);
   options.algorithm = static_cast<Algorithm>(algorithm);
+  options.on_loss = static_cast<OnLoss>(on_loss);
   options.order = static_cast<AddOrder>(order);
   return options;
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -15,6 +16,9 @@
 
 namespace ringreduce {
 
+// What a lost rank means for a group: it fails, or goes on without it.
+enum class OnLoss : uint8_t { kError, kContinue };
+
 // Rank 0's values hold for all: the others learn them when they join.
 struct SharedOptions {
   Algorithm algorithm = Algorithm::kAuto;  // RINGREDUCE_ALGORITHM
@@ -22,11 +26,11 @@ struct SharedOptions {
   int slots = 4;                           // RINGREDUCE_SLOTS
   bool encrypted = false;                  // RINGREDUCE_TLS=1, of data on sockets
   bool sockets = false;                    // RINGREDUCE_WIRE=tcp: no shared memory for collectives
-  // RINGREDUCE_ON_LOSS=continue: operations go on without lost ranks while at least this many are
-  // left (RINGREDUCE_MIN_RANKS).  0: a lost rank fails the group.
-  int min_ranks = 0;
-  AddOrder order = AddOrder::kRing;  // RINGREDUCE_ORDER
+  OnLoss on_loss = OnLoss::kError;         // RINGREDUCE_ON_LOSS
+  int min_ranks = 1;                       // RINGREDUCE_MIN_RANKS: with fewer it fails all the same
+  AddOrder order = AddOrder::kRing;        // RINGREDUCE_ORDER
 
+  bool goesOn() const { return on_loss == OnLoss::kContinue; }
   // Reads the environment; defaults depend on how many ranks share this process's cores.
   static SharedOptions fromEnvironment(int world_size);
   // Throws Error(kArgument) for invalid values.

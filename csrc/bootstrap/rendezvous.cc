@@ -262,7 +262,7 @@ class Meeting {
 
   // A rank of a group that goes on after losses may come back from another launcher.
   void addJobTo(Fields& table) const {
-    if (shared_.min_ranks > 0) return;
+    if (shared_.goesOn()) return;
     table["launcher"] = fieldOf(mine_, "launcher");
     table["job"] = fieldOf(mine_, "job");
   }

@@ -76,8 +76,7 @@ class Hierarchy::Neighbours final : public RingPositionGuard {
 
 bool Hierarchy::fits(const Hosts& hosts, const SharedOptions& options) {
   // It adds in place, in the memory of ranks that may be lost.
-  const bool survives = options.min_ranks > 0;
-  return !survives && !options.sockets && hosts.count() > 1 && hosts.even() &&
+  return !options.goesOn() && !options.sockets && hosts.count() > 1 && hosts.even() &&
          hosts.localRanks().size() > 1;
 }
 

@@ -30,7 +30,7 @@ std::vector<RankPage*> pages(const Membership& m) {
 // A rank that is lost while it writes in place leaves neither an input nor a result, so groups that
 // go on after losses do not; nor do those whose user has chosen an algorithm.
 bool sharesTensors(const Membership& m) {
-  return m.options.min_ranks == 0 && m.options.algorithm == Algorithm::kAuto;
+  return !m.options.goesOn() && m.options.algorithm == Algorithm::kAuto;
 }
 
 }  // namespace

@@ -52,7 +52,7 @@ std::shared_ptr<Epoch> Epoch::create(Store& users_store, int group_rank, int gro
       return shareMemory(hosts.memoryExchange(purpose, HostLinks::localOptions(hosts), options),
                          poll);
     };
-    if (hosts.count() > 1 && links->sharedOptions().min_ranks == 0) {
+    if (hosts.count() > 1 && !links->sharedOptions().goesOn()) {
       GroupOptions local_options = made.ofRanks(hosts.localRanks());
       local_options.together = true;
       make_local(hosts.localRankOf(rank), share("group"), local_options);
@@ -86,8 +86,8 @@ Epoch::Epoch(int rank, Membership membership, const GroupOptions& options, Execu
       workers_patience_(patienceOf(/*in_users_thread=*/false, membership.members.size())),
       shared(membership.options),
       membership_(std::move(membership)),
-      arbiter(std::make_unique<Arbiter>(rank, seatsOf(membership_), this->options, nullptr,
-                                        shared.min_ranks)),
+      arbiter(
+          std::make_unique<Arbiter>(rank, seatsOf(membership_), this->options, nullptr, shared)),
       wires(wiresInMemory(rank, membership_, *arbiter)),
       messenger(std::make_unique<Messenger>(rank, messageRings(membership_, rank), *arbiter,
                                             executor, this->options, users_patience_)) {}
@@ -105,7 +105,7 @@ Epoch::Epoch(int rank, std::unique_ptr<Network> made, Hosts among, Membership lo
       hosts(std::make_unique<Hosts>(std::move(among))),
       network(std::move(made)),
       arbiter(std::make_unique<Arbiter>(rank, network->seats(*hosts), this->options, network.get(),
-                                        shared.min_ranks)),
+                                        shared)),
       wires(wiresBetween(*network, *hosts, shared, membership_, *arbiter)),
       closed_first_(network.get()),
       messenger(std::make_unique<Messenger>(rank, network->channels(), *arbiter, executor,

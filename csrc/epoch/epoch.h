@@ -56,7 +56,7 @@ class Epoch {
   void retire();
 
   // Whether the group goes on in another epoch after a loss.
-  bool mayBeReplaced() const { return arbiter->onLoss() == OnLoss::kNeedsEpoch; }
+  bool mayBeReplaced() const { return shared.goesOn() && network; }
   const PeerTable& peers() const { return arbiter->peers(); }
   // The order of rings between hosts; null if all ranks share memory.
   const HostRing* ring() const;

@@ -97,7 +97,7 @@ std::unique_ptr<Transport> Network::start(Arbiter& arbiter, const Hosts& hosts) 
     control.ring = links_->controlRing();
     for (int r = 0; r < size_; ++r) control.hosts.push_back(hosts.hostOf(r));
     control.lost_after = links_->lostAfter();
-    control.goes_on = links_->sharedOptions().min_ranks > 0;
+    control.goes_on = links_->sharedOptions().goesOn();
     arbiter_ = &arbiter;
     auto ring = net::Control::start(
         reactor_, rank_, size_, links_->takeNext(), links_->takePrevious(),

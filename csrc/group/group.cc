@@ -208,7 +208,7 @@ void Group::check(const std::vector<Operation>& operations) const {
   for (const Operation& operation : operations) {
     validate(operation, rank_, size_);
     const auto* compressed = std::get_if<CompressedAllReduce>(&operation.call);
-    if (compressed && compressed->schedule == CodedSchedule::kRing && shared_.min_ranks > 0)
+    if (compressed && compressed->schedule == CodedSchedule::kRing && shared_.goesOn())
       throw Error(
           Failure::kArgument,
           "the schedule 'ring' cannot go on after a loss; take 'owner', or on_loss='error'");
@@ -370,7 +370,7 @@ void Group::checkHealth() const {
 
 std::vector<int> Group::liveRanks() const {
   const std::shared_ptr<Epoch> epoch = this->epoch();
-  if (shared_.min_ranks == 0) return epoch->ranks.ranks();
+  if (!shared_.goesOn()) return epoch->ranks.ranks();
   const std::vector<PeerState> states = epoch->peers().states();
   std::vector<int> live;
   for (int position = 0; position < epoch->size; ++position)

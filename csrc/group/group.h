@@ -8,7 +8,7 @@
 // an Error.  After any Error except kArgument the group has failed for good: destroy it and make a
 // new one.  In a forked child every call except destruction is refused.
 //
-// A group that survives losses (SharedOptions::min_ranks) does so in shared memory within an
+// A group that survives losses (SharedOptions::on_loss) does so in shared memory within an
 // operation (health/arbiter.h), and between hosts by whole operations (survival/survivors.h).  It
 // goes on after an Error of kind kPeerLost if only that operation lacked data of a lost rank.
 #pragma once

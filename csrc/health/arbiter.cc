@@ -33,20 +33,19 @@ void sleepMillisecond() {
 }  // namespace
 
 Arbiter::Arbiter(int rank, std::vector<Seat> seats, const GroupOptions& options,
-                 PeerChannel* channel, int min_ranks)
+                 PeerChannel* channel, const SharedOptions& shared)
     : rank_(rank),
       size_(static_cast<int>(seats.size())),
       options_(options),
       channel_(channel),
-      min_ranks_(min_ranks),
-      on_loss_(min_ranks == 0 ? OnLoss::kFails
-               : channel      ? OnLoss::kNeedsEpoch
-                              : OnLoss::kIsAbsent),
-      peers_(rank, std::move(seats), options, channel, on_loss_ == OnLoss::kIsAbsent && size_ > 1),
+      min_ranks_(shared.min_ranks),
+      goes_on_within_(shared.goesOn() && !channel),
+      needs_epoch_(shared.goesOn() && channel),
+      peers_(rank, std::move(seats), options, channel, goes_on_within_ && size_ > 1),
       arrived_(static_cast<size_t>(size_)),
       why_(static_cast<size_t>(size_)),
       clock_error_(channel ? kNever : 0) {
-  if (on_loss_ != OnLoss::kIsAbsent || size_ == 1) return;
+  if (!goes_on_within_ || size_ == 1) return;
   try {
     pulse_ = std::make_unique<Pulse>(page(rank_));
   } catch (const Error&) {
@@ -159,7 +158,7 @@ Error Arbiter::errorOfGone(const std::vector<int>& ranks, const std::string& doi
     if (const PeerState state = peers_.stateOf(r);
         state.isLost() && state.declared == Declared::kHere) {
       const std::string text = peers_.who(r) + " is lost: " + peers_.howLost(r) + waited;
-      if (on_loss_ != OnLoss::kFails)
+      if (goes_on_within_ || needs_epoch_)
         return Error(Failure::kPeerLost, text, factsOf(r, rank_, false));
       fail(Failure::kPeerLost, r, text);
     }
@@ -167,7 +166,7 @@ Error Arbiter::errorOfGone(const std::vector<int>& ranks, const std::string& doi
       Failure::kPeerLost,
       (ranks.size() == 1 ? peers_.who(ranks[0]) + " has" : options_.rankList(ranks) + " have") +
           " left group '" + options_.name + "'" + waited,
-      factsOf(ranks[0], rank_, on_loss_ == OnLoss::kFails));
+      factsOf(ranks[0], rank_, !goes_on_within_ && !needs_epoch_));
 }
 
 void Arbiter::abort(const std::string& why) {
@@ -197,7 +196,7 @@ void Arbiter::throwFailure() const {
             " successfully reached monitoredBarrier, but received errors while waiting for "
             "send/recv from rank " +
             options_.shown(0);
-  const bool goes_on = on_loss_ == OnLoss::kNeedsEpoch && kind == Failure::kPeerLost;
+  const bool goes_on = needs_epoch_ && kind == Failure::kPeerLost;
   text += goes_on ? kGroupGoesOn : kGroupHasFailed;
   throw Error(kind, text, factsOf(culprit(), reporter, !goes_on));
 }
@@ -237,13 +236,13 @@ void Arbiter::poll(int rank, Ready ready) {
     compareSignatures();
     if (ready()) return;
     const Laggards late = laggardsOf(peers_, current_, rank);
-    if (on_loss_ == OnLoss::kIsAbsent && evict(rank, late.ranks, ready)) return;
+    if (goes_on_within_ && evict(rank, late.ranks, ready)) return;
     std::string text = late.text + ": " + peers_.textOf(current_) +
                        " timed out after a timeout of " + seconds(wait_.timeout());
     if (current_.kind == Kind::kMonitoredBarrier)
       text = monitoredBarrierText(late.ranks) + ". " + text;
     // The others go on without a rank whose process does not run: see culprit().
-    if (on_loss_ == OnLoss::kNeedsEpoch) {
+    if (needs_epoch_) {
       for (const int r : late.ranks)
         if (peers_.isStopped(r) || isSilent(r)) fail(Failure::kPeerLost, r, text);
       if (!std::exchange(has_more_time_, true)) {  // it may have been stopped until now
@@ -279,7 +278,7 @@ void Arbiter::blameMissing(int rank, Ready ready) {
   for (int r = 0; r < size_; ++r) {
     if (r == rank_ || isAbsent(r) || all[static_cast<size_t>(r)].isHere()) continue;
     if ((peers_.hasAnnounced(r, current_.sequence) && r != rank) || ready()) continue;
-    if (on_loss_ == OnLoss::kIsAbsent)
+    if (goes_on_within_)
       goOnWithout(r);
     else
       failLost(r, (peers_.hasAnnounced(r, current_.sequence) ? "during " : "before it came to ") +
@@ -469,7 +468,7 @@ void Arbiter::mismatch(int other, const OpSignature* sent, uint64_t about) {
   const Nanos until = deadlineIn(channel_ ? limits::kCalls : limits::kAnswer);
   const uint64_t first = std::min(
       about, current_.sequence - std::min(current_.sequence, kAnnouncements - kMaxSlots - 1));
-  const bool losses_allowed = channel_ || on_loss_ == OnLoss::kIsAbsent;
+  const bool losses_allowed = channel_ || goes_on_within_;
   Nanos next_ask = 0;
   PeerTable::Census found = peers_.census(first, current_.sequence, other, sent, losses_allowed);
   while (!found.complete && !failed() && now() < until) {

@@ -16,7 +16,7 @@
 // The first cause wins, and all ranks raise its error (health/verdict.h).  A failure is final: the
 // group cannot be used any more.
 //
-// A group in shared memory that survives losses (SharedOptions::min_ranks) does not fail when a
+// A group in shared memory that survives losses (SharedOptions::on_loss) does not fail when a
 // rank ends or leaves.  The rank is *absent* from then on, once this rank's own wait has found it
 // gone; collectives then do without it (transport/shm/exchange.h, collectives/reduction.h).  A rank
 // whose process is stopped at a deadline is killed.  One whose process does not run, and cannot be
@@ -47,18 +47,11 @@ inline constexpr char kGroupGoesOn[] =
     ". Messages that were under way are lost; the group goes on with its next collective.";
 inline constexpr char kGroupHasFailed[] = ". The group has failed: destroy it and make a new one.";
 
-// What a lost rank means for the group.
-enum class OnLoss : uint8_t {
-  kFails,       // the group fails
-  kIsAbsent,    // the ranks share memory: operations go on without it
-  kNeedsEpoch,  // between hosts: this epoch ends, and the group goes on in another one
-};
-
 class Arbiter final : public WaitGuard, public net::Control::Listener {
  public:
-  // `channel` is null if all ranks share the pages.  `min_ranks`: as in SharedOptions.
+  // `channel` is null if all ranks share the pages.
   Arbiter(int rank, std::vector<Seat> seats, const GroupOptions& options,
-          PeerChannel* channel = nullptr, int min_ranks = 0);
+          PeerChannel* channel = nullptr, const SharedOptions& shared = {});
 
   // Starts an operation.  Throws if the group has failed.  `in_users_thread`: Ctrl-C can end it.
   // `why`: this rank did not come sooner.
@@ -103,7 +96,6 @@ class Arbiter final : public WaitGuard, public net::Control::Listener {
   void abort(const std::string& why);
   // Throws if the group has failed.
   void check() const;
-  OnLoss onLoss() const { return on_loss_; }
   bool failed() const override { return verdict_.exists() || isLeftOut(); }
   // Which rank is to blame for the failure, if there is one; or kNobody.
   int culprit() const { return isLeftOut() ? rank_ : verdict_.culprit(); }
@@ -181,7 +173,9 @@ class Arbiter final : public WaitGuard, public net::Control::Listener {
   const GroupOptions& options_;
   PeerChannel* const channel_;
   const int min_ranks_;
-  const OnLoss on_loss_;
+  // What a loss means if the group goes on: in shared memory operations go on without that rank;
+  // between hosts this epoch ends, and the group goes on in another one.  Else it fails.
+  const bool goes_on_within_, needs_epoch_;
   PeerTable peers_;
   Verdict verdict_{peers_};
   Nanos next_question_ = 0;

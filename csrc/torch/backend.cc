@@ -29,7 +29,7 @@ namespace {
 
 // Of CUDA tensors, which neither the communicators nor NCCL can go on with.
 void refuseIfItGoesOn(const Group& group) {
-  if (group.sharedOptions().min_ranks > 0)
+  if (group.sharedOptions().goesOn())
     throw Error(Failure::kArgument,
                 "group '" + group.options().name +
                     "' has on_loss='continue', which CUDA tensors do not support; make their group "
@@ -54,7 +54,8 @@ SharedOptions Settings::over(SharedOptions shared, int size) const {
   shared.slots = slots.value_or(shared.slots);
   if (on_loss) {
     const auto at_most = std::min<int64_t>(Config::read().min_ranks.orDefault(), size);
-    shared.min_ranks = *on_loss == "continue" ? min_ranks.value_or(static_cast<int>(at_most)) : 0;
+    shared.on_loss = *on_loss == "continue" ? OnLoss::kContinue : OnLoss::kError;
+    shared.min_ranks = shared.goesOn() ? min_ranks.value_or(static_cast<int>(at_most)) : 1;
   }
   if (order) shared.order = orderNamed(*order);
   return shared;
@@ -64,8 +65,8 @@ void Settings::take(const SharedOptions& shared) {
   algorithm = kAlgorithmNames[static_cast<size_t>(shared.algorithm)];
   slot_bytes = shared.slot_bytes;
   slots = shared.slots;
-  on_loss = shared.min_ranks > 0 ? "continue" : "error";
-  min_ranks = shared.min_ranks > 0 ? std::optional(shared.min_ranks) : std::nullopt;
+  on_loss = shared.goesOn() ? "continue" : "error";
+  min_ranks = shared.goesOn() ? std::optional(shared.min_ranks) : std::nullopt;
   order = shared.order == AddOrder::kRank ? "rank" : "ring";
 }
 
@@ -335,7 +336,7 @@ bool Backend::isConnected() const {
 
 bool Backend::goesOn() const {
   const auto group = groupIfAny();
-  return group ? group->sharedOptions().min_ranks > 0 : connect_ == Connect::kByPrepare;
+  return group ? group->sharedOptions().goesOn() : connect_ == Connect::kByPrepare;
 }
 
 std::vector<int> Backend::liveRanks() const {

@@ -89,7 +89,7 @@ void Backend::dropPrepared() {
 void Backend::drop(const Successor& next, const std::string& why) {
   if (!next.group) return;
   // Others that go on after losses do so without this rank.
-  if (next.group->sharedOptions().min_ranks == 0) next.group->abort(why);
+  if (!next.group->sharedOptions().goesOn()) next.group->abort(why);
   leave(*next.group);
 }
 

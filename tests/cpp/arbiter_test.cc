@@ -42,8 +42,10 @@ struct One {
       for (Announcement& announcement : page.announcements) announcement.sequence = kNoOperation;
       seats.push_back({.page = &page, .process = {}, .name = "a process", .pid = 0});
     }
+    SharedOptions shared;
+    if (min_ranks > 0) shared = {.on_loss = OnLoss::kContinue, .min_ranks = min_ranks};
     arbiter = std::make_unique<Arbiter>(rank, std::move(seats), options,
-                                        min_ranks > 0 ? nullptr : &others, min_ranks);
+                                        min_ranks > 0 ? nullptr : &others, shared);
   }
   void see(int rank, uint64_t announced, const Announcement& last, int waits_for,
            const std::vector<Announcement>& earlier = {}) const {

@@ -114,7 +114,7 @@ bool runWithDeaths(int first, int second, int call) {
     const ranks::Setting host("RINGREDUCE_HOSTID", std::string(1, "abca"[rank]));
     DeadlyStore deadly(store, *results);
     SharedOptions shared;
-    shared.min_ranks = 1;
+    shared.on_loss = OnLoss::kContinue;
     const auto group = Group::create(deadly, rank, kRanks,
                                      {.name = "test", .timeout = 60 * kSecond, .shared = shared});
     if (rank == second) deadly.last = call;
@@ -159,7 +159,7 @@ TEST(a_root_returns_once_all_hold_its_data) {
   const processes::Ends ends = processes::run(kRanks, [&](int rank) {
     const ranks::Setting host("RINGREDUCE_HOSTID", std::to_string(rank));
     SharedOptions shared;
-    shared.min_ranks = 1;
+    shared.on_loss = OnLoss::kContinue;
     const auto group = Group::create(store, rank, kRanks,
                                      {.name = "test", .timeout = 60 * kSecond, .shared = shared});
     for (int i = 0; i < kOperations; ++i) {
@@ -178,7 +178,7 @@ TEST(a_rank_that_cannot_start_a_thread_says_so) {
   const processes::Ends ends = processes::run(2, [&](int rank) {
     const ranks::Setting host("RINGREDUCE_HOSTID", std::to_string(rank));
     SharedOptions shared;
-    shared.min_ranks = 1;
+    shared.on_loss = OnLoss::kContinue;
     const auto group =
         Group::create(store, rank, 2, {.name = "test", .timeout = 60 * kSecond, .shared = shared});
     int data = 0;
