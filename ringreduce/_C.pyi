@@ -16,6 +16,7 @@ class Options(Backend.Options, metaclass=_Bound):  # ringreduce.Options without 
         min_ranks: int | None = None,
         stall_seconds: float | None = None,
         order: str | None = None,
+        join: bool | str = "auto",
     ) -> None: ...
     @property
     def algorithm(self) -> str | None: ...
@@ -31,6 +32,8 @@ class Options(Backend.Options, metaclass=_Bound):  # ringreduce.Options without 
     def stall_seconds(self) -> float | None: ...
     @property
     def order(self) -> str | None: ...
+    @property
+    def join(self) -> bool | str: ...
 
 def create_backend(
     store: Store,

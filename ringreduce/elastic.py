@@ -44,9 +44,8 @@ from ringreduce.core.backend import (
     backend_of,
     before_members_change,
     extension,
-    note_member,
-    tell_supervisor,
 )
+from ringreduce.core.joining import note_member, tell_supervisor
 from ringreduce.errors import Aborted, Error, PeerLost, Timeout
 from ringreduce.hooks import attach, hooked_models
 

@@ -35,7 +35,7 @@ from functools import partial
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ringreduce.core import clock
-from ringreduce.core.backend import SUPERVISOR
+from ringreduce.core.joining import SUPERVISOR
 from ringreduce.core.processes import end, exit_at, how_ended, torchrun_variables, uninterrupted
 
 _POLL_SECONDS = 0.02

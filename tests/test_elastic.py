@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -307,7 +308,7 @@ for folder in pathlib.Path(os.environ["TMPDIR"]).glob("*/"):
 
 TELLS = """
 import os, subprocess, sys
-from ringreduce.core import backend as _backend
+from ringreduce.core import joining
 
 def without_proc(function):
     def call(path, *arguments, **others):
@@ -320,7 +321,7 @@ if os.environ["RANK"] == "0":  # as in another PID namespace
     os.stat, os.readlink = without_proc(os.stat), without_proc(os.readlink)
 elif len(sys.argv) == 1:  # in a program that this one starts, without its descriptors
     sys.exit(subprocess.run([sys.executable, __file__, "again"]).returncode)
-_backend.tell_supervisor(os.environ["RANK"])
+joining.tell_supervisor(os.environ["RANK"])
 """
 
 
@@ -507,6 +508,38 @@ def test_torchruns_restart_is_no_join(pool: Pool, world: MakeWorld) -> None:
     for size in (3, 2):
         call = pool.start(start_under_torchrun, world(0), name, size, ranks=size, fresh=True)
         assert call.results() == [size] * size
+
+
+def make_or_join(me: Rank, name: str, options: dict[str, Any]) -> bool:
+    """Whether the group is made at once."""
+    dist.init_process_group(
+        "ringreduce",
+        store=me.store(name),
+        rank=me.rank,
+        world_size=2,
+        pg_options=ringreduce.Options(**options),
+    )
+    return bool(extension().is_connected(backend_of(dist.group.WORLD)))
+
+
+def test_the_caller_can_say_whether_it_joins(pool: Pool, world: MakeWorld) -> None:
+    def made(join: bool | str, name: str) -> list[bool]:
+        options = {"on_loss": "continue", "join": join}
+        call = pool.start(make_or_join, world(0), name, options, ranks=2, fresh=True)
+        return [bool(result) for result in call.results()]
+
+    name = pool.name("join")
+    assert made("auto", name) == [True, True]  # and marks the store
+    assert made("auto", name) == [False, False]
+    assert made(False, name) == [True, True]
+    assert made(True, pool.name("join")) == [False, False]
+    assert pickle.loads(pickle.dumps(ringreduce.Options(join=True))).join is True
+    call = pool.start(make_or_join, world(0), name, {"join": True}, ranks=2, fresh=True)
+    for outcome in call.outcomes():
+        assert isinstance(outcome, Raised) and outcome.isa("ValueError"), outcome
+        assert "join=True needs on_loss='continue'" in outcome.message
+    with pytest.raises(ValueError, match="join can be 'auto', True or False, not 'never'"):
+        ringreduce.Options(join="never")
 
 
 def lose_the_root(me: Rank) -> list[float]:

@@ -15,6 +15,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <unordered_map>
+#include <variant>
 #include <vector>
 
 #include "bootstrap/attempt.h"
@@ -51,6 +52,7 @@ struct Settings final : c10d::Backend::Options {
   std::optional<int> min_ranks;
   std::optional<double> stall_seconds;
   std::optional<std::string> order;
+  std::variant<bool, std::string> join = "auto";  // ringreduce/core/joining.py
 };
 
 class Backend final : public c10d::Backend {

@@ -115,7 +115,7 @@ void bindSettings(py::module_& m) {
       .def(py::init([](std::optional<std::string> algorithm, std::optional<size_t> slot_bytes,
                        std::optional<int> slots, std::optional<std::string> on_loss,
                        std::optional<int> min_ranks, std::optional<double> stall_seconds,
-                       std::optional<std::string> order) {
+                       std::optional<std::string> order, std::variant<bool, std::string> join) {
              auto made = c10::make_intrusive<Settings>();
              made->algorithm = std::move(algorithm);
              made->slot_bytes = slot_bytes;
@@ -124,11 +124,12 @@ void bindSettings(py::module_& m) {
              made->min_ranks = min_ranks;
              made->stall_seconds = stall_seconds;
              made->order = std::move(order);
+             made->join = std::move(join);
              return made;
            }),
            "algorithm"_a = py::none(), "slot_bytes"_a = py::none(), "slots"_a = py::none(),
            "on_loss"_a = py::none(), "min_ranks"_a = py::none(), "stall_seconds"_a = py::none(),
-           "order"_a = py::none())
+           "order"_a = py::none(), "join"_a = "auto")
       .def_readonly("algorithm", &Settings::algorithm)
       .def_readonly("slot_bytes", &Settings::slot_bytes)
       .def_readonly("slots", &Settings::slots)
@@ -136,6 +137,7 @@ void bindSettings(py::module_& m) {
       .def_readonly("min_ranks", &Settings::min_ranks)
       .def_readonly("stall_seconds", &Settings::stall_seconds)
       .def_readonly("order", &Settings::order)
+      .def_readonly("join", &Settings::join)
       .def("__repr__",
            [](const py::object& self) {
              return py::module_::import("ringreduce").attr("Options").attr("__repr__")(self);

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ringreduce import errors
-from ringreduce.core import gpu
+from ringreduce.core import gpu, joining
 from ringreduce.core.launchers import job_of
 from ringreduce.core.load import load
 
@@ -30,16 +30,7 @@ from ringreduce import _C  # noqa: E402
 # A backend object, of whatever kind; torch's stubs name it only in a private module.
 Backend = Any
 
-# In the store of a group that goes on after losses, once it is made.  torchrun's restarts may share
-# a store.
-_MADE = "ringreduce/elastic/made" + os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-# The process that has been in such a group: this one, or the one that it was forked from.
-_maker = 0
-
 _MADE_BY_TORCH = "default_pg/"
-
-# The variable that says where the memfd of supervise.py is, and the memfd's name.
-SUPERVISOR = "_RR_SUPERVISOR"
 
 
 class Moment(list[Callable[[], None]]):
@@ -66,8 +57,8 @@ class Options(_C.Options):
     A `Backend.Options` of torch, for new_group, split_group and DeviceMesh's backend_override too.
     What is None comes from the environment (RINGREDUCE_ALGORITHM, ...), else from the defaults; in
     split_group from the group that is split, where `min_ranks` is at most the size of the part.
-    All but `stall_seconds` are taken from rank 0.  Only torch's own attributes can be changed
-    later.
+    All but `stall_seconds` and `join` are taken from rank 0.  Only torch's own attributes can be
+    changed later.
 
     The timeout of a group is the one given to init_process_group or new_group, or their default.
     Another `_timeout` in the options is ignored, with a warning, as with NCCL.  DeviceMesh passes
@@ -85,6 +76,10 @@ class Options(_C.Options):
         stall_seconds: a wait that lasts longer is logged, with who is waited for.
         order: "rank": sums add the ranks' values in the order 0, 1, 2, ..., so their bits do not
             depend on sizes of messages, algorithms or hosts.  "ring": see docs/design.md.
+        join: of a default group with "continue": whether this process takes the place of a lost
+            rank in a group that runs, and waits in `elastic.State.restore()` until it is let in
+            (True), or makes the group with all other ranks (False).  "auto": as the store and
+            torchrun's variables say (`ringreduce/core/joining.py`).
 
     Raises:
         ValueError: a value that cannot be; those that depend on the group are found with it.
@@ -98,6 +93,7 @@ class Options(_C.Options):
     min_ranks: int | None = None
     stall_seconds: float | None = None
     order: str | None = None
+    join: bool | str = "auto"
 
     def __post_init__(self) -> None:
         stall = self.stall_seconds
@@ -111,6 +107,8 @@ class Options(_C.Options):
             raise ValueError(f"on_loss can be 'error' or 'continue', not {self.on_loss!r}")
         if self.order not in (None, "ring", "rank"):
             raise ValueError(f"order can be 'ring' or 'rank', not {self.order!r}")
+        if self.join not in ("auto", True, False):
+            raise ValueError(f"join can be 'auto', True or False, not {self.join!r}")
         if self.min_ranks is not None and self.on_loss != "continue":
             raise ValueError("min_ranks needs on_loss='continue'")
         if self.min_ranks is not None and self.min_ranks < 1:
@@ -179,46 +177,6 @@ def _leave_at_exit(module: Any) -> None:
             thread.join(max(0.0, deadline - time.monotonic()))
 
 
-def _when_to_connect(dist_backend_opts: Any, options: _C.Options) -> str:
-    """When its group is made: "now", by "reconfigure" (torch 2.14), or to "join" one that runs."""
-    if getattr(dist_backend_opts, "enable_reconfigure", False):
-        return "reconfigure"
-    on_loss = options.on_loss or os.environ.get("RINGREDUCE_ON_LOSS")
-    # The same process may make the default group again after a failure, with all others.
-    if on_loss != "continue" or dist.is_initialized() or _maker == os.getpid():
-        return "now"
-    # torchrun starts all ranks anew or none, so none of them joins.  The store may be that of the
-    # last start, and so may TORCHELASTIC_RESTART_COUNT: each node has its own count, which leaves
-    # out changes of nodes.  Those happen without --max-restarts too.
-    if os.environ.get("TORCHELASTIC_RUN_ID"):
-        return "now"
-    return "join" if dist_backend_opts.store.check([_MADE]) else "now"
-
-
-def note_member() -> None:
-    """This process has been in a group that goes on after losses."""
-    global _maker
-    _maker = os.getpid()
-    tell_supervisor("made")
-
-
-def tell_supervisor(name: str) -> None:
-    """Adds a line for supervise.py, if there is one: "made", or a rank that has the state."""
-    given = os.environ.get(SUPERVISOR)
-    if not given:
-        return
-    process, descriptor, *file = (int(number) for number in given.split(":"))
-    # The descriptor that this process was started with.  A program between the two may have closed
-    # it; then the supervisor's, which only processes that see it in /proc find.
-    for path in (descriptor, f"/proc/{process}/fd/{descriptor}"):
-        with contextlib.suppress(OSError):  # not there
-            found = os.stat(path)
-            if [found.st_dev, found.st_ino] == file:  # and not another file since
-                with open(path, "a", closefd=path != descriptor) as lines:
-                    lines.write(f"{name}\n")
-                return
-
-
 @functools.cache
 def _takes_gpus() -> bool:
     return bool(extension().cuda_build()) and torch.cuda.device_count() > 0
@@ -267,7 +225,7 @@ def create(dist_backend_opts: Any, backend_options: Any) -> Backend:
     ranks = list(dist_backend_opts.global_ranks_in_group)
     keeps_store = not dist.is_initialized() and _outlives_its_group(dist_backend_opts)
     all_ranks = dist.get_world_size() if dist.is_initialized() else 0
-    connect = _when_to_connect(dist_backend_opts, options)
+    connect = joining.when_to_connect(dist_backend_opts, options.on_loss, options.join)
     of_default = connect == "now" and not dist.is_initialized()
     rank, size = dist_backend_opts.group_rank, dist_backend_opts.group_size
     launcher, job = job_of(os.environ, rank, size) if of_default else ("", "")
@@ -292,8 +250,7 @@ def create(dist_backend_opts: Any, backend_options: Any) -> Backend:
     )
     _count_steps()
     if connect == "now" and extension().goes_on(backend):
-        note_member()
-        dist_backend_opts.store.set(_MADE, "1")
+        joining.note_made(dist_backend_opts.store)
     on_group_made()
     return backend
 

@@ -32,7 +32,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
 
-from ringreduce.core.backend import tell_supervisor
+from ringreduce.core.joining import tell_supervisor
 from ringreduce.errors import Error
 from ringreduce.horovod import _rendezvous, _world
 from ringreduce.horovod._errors import HorovodInternalError, HostsUpdatedInterrupt
