@@ -155,8 +155,7 @@ void Epochs::enter(const std::shared_ptr<Epoch>& next) {
 }
 
 // A rank does not answer if it is to blame where it is still here.
-Recovery::Sight Epochs::look(int rank) const {
-  using Sight = Recovery::Sight;
+Sight Epochs::look(int rank) const {
   if (rank == rank_) return Sight::kHere;
   auto sight = Sight::kEnded;
   for (const auto& one : all()) {

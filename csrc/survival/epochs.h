@@ -7,6 +7,7 @@
 // Thread-safe.  Only the thread that runs the group's operations adds epochs.
 #pragma once
 
+#include <cstdint>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -18,9 +19,15 @@
 #include "bootstrap/options.h"
 #include "epoch/epoch.h"
 #include "epoch/operation.h"
-#include "survival/recovery.h"
 
 namespace ringreduce {
+
+// What this rank knows of another.
+enum class Sight : uint8_t {
+  kHere,
+  kSilent,  // it cannot be reached, but may live
+  kEnded,   // its process has ended, or it has left
+};
 
 class Epochs {
  public:
@@ -61,8 +68,8 @@ class Epochs {
   void add(const std::shared_ptr<Epoch>& candidate);
   // All ranks that go on have made it, so none of them needs this rank in an older one.
   void enter(const std::shared_ptr<Epoch>& next);
-  // What this rank knows of another, in all epochs.
-  Recovery::Sight look(int rank) const;
+  // In all epochs.
+  Sight look(int rank) const;
   // Whether this rank itself has found that it cannot reach that one.
   bool isCut(int rank) const;
   // Whether its process is stopped, or does not answer.

@@ -10,6 +10,7 @@
 #include "base/error.h"
 #include "base/limits.h"
 #include "base/text.h"
+#include "bootstrap/topology.h"
 
 namespace ringreduce {
 namespace {
@@ -95,14 +96,13 @@ Plan planOf(const std::map<int, Standing>& came, const std::vector<int>& ended) 
   return plan;
 }
 
-Recovery::Recovery(std::shared_ptr<Store> store, std::string place, int rank,
-                   std::vector<int> members, const GroupOptions& options)
-    : store_(std::make_unique<TimedStore>(
-          store, "rank " + options.shown(rank) + " of group '" + options.name + "'")),
-      place_(std::move(place)),
-      rank_(rank),
-      options_(options),
-      members_(std::move(members)) {
+Recovery::Recovery(const std::shared_ptr<Store>& store, Epochs& epochs)
+    : epochs_(epochs),
+      rank_(epochs.rank()),
+      options_(epochs.options()),
+      store_(std::make_unique<TimedStore>(store, epochs.ownName())),
+      place_("ringreduce/epochs/" + epochs.running().hosts->nonce() + "/"),
+      members_(epochs.running().ranks.ranks()) {
   store->setOnce(place_ + "0", "made");  // throws here for a store that cannot do it
 }
 
@@ -111,14 +111,14 @@ std::string Recovery::key(const char* what) const {
 }
 
 // Whether all have come that may; else `late` receives those that are awaited.
-bool Recovery::mayPropose(const Watch& watch, const std::map<int, Standing>& came, Nanos waited,
-                          std::vector<int>& late, std::vector<int>& ended) const {
+bool Recovery::mayPropose(const std::map<int, Standing>& came, Nanos waited, std::vector<int>& late,
+                          std::vector<int>& ended) const {
   late.clear();
   ended.clear();
   bool silent = false;  // one that may yet come
   for (const int rank : members_) {
     if (rank == rank_) continue;
-    const Sight sight = watch.look(rank);
+    const Sight sight = epochs_.look(rank);
     if (sight == Sight::kEnded) ended.push_back(rank);
     if (sight == Sight::kEnded || came.contains(rank)) continue;
     if (sight == Sight::kHere) late.push_back(rank);
@@ -131,7 +131,7 @@ bool Recovery::mayPropose(const Watch& watch, const std::map<int, Standing>& cam
 
 Plan Recovery::agree(Standing own, const Watch& watch, Nanos timeout) {
   for (const int rank : members_)
-    if (rank != rank_ && watch.isCut(rank)) own.unreachable.push_back(rank);
+    if (rank != rank_ && epochs_.isCut(rank)) own.unreachable.push_back(rank);
   const std::string standing_key = key("rank/"), plan_key = key("plan");
   store_->set(standing_key + std::to_string(rank_), own.toText());
   std::map<int, Standing> came{{rank_, own}};
@@ -142,7 +142,7 @@ Plan Recovery::agree(Standing own, const Watch& watch, Nanos timeout) {
     watch.poll();
     if (const auto plan = store_->get(plan_key)) return adopt(*plan);
     const auto first = std::ranges::find_if(members_, [&](int r) {
-      return r == rank_ || (watch.look(r) == Sight::kHere && !(is_late && watch.isStopped(r)));
+      return r == rank_ || (epochs_.look(r) == Sight::kHere && !(is_late && epochs_.isStopped(r)));
     });
     const bool proposes = *first == rank_;
     if (proposes) {
@@ -150,10 +150,10 @@ Plan Recovery::agree(Standing own, const Watch& watch, Nanos timeout) {
         if (!came.contains(rank))
           if (const auto text = store_->get(standing_key + std::to_string(rank)))
             came.emplace(rank, Standing::fromText(*text));
-      bool all_there = mayPropose(watch, came, now() - began, late, ended);
+      bool all_there = mayPropose(came, now() - began, late, ended);
       // A stopped rank that wakes up later finds itself left out.
       if (!all_there && is_late) {
-        std::erase_if(late, watch.isStopped);
+        std::erase_if(late, [&](int r) { return epochs_.isStopped(r); });
         all_there = late.empty();
       }
       if (all_there) {

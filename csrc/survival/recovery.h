@@ -30,6 +30,7 @@
 #include "base/clock.h"
 #include "base/error.h"
 #include "bootstrap/options.h"
+#include "survival/epochs.h"
 #include "survival/timed_store.h"
 
 namespace ringreduce {
@@ -56,24 +57,14 @@ Plan planOf(const std::map<int, Standing>& came, const std::vector<int>& ended);
 
 class Recovery {
  public:
-  // What this rank knows of another.
-  enum class Sight : uint8_t {
-    kHere,
-    kSilent,  // it cannot be reached, but may live
-    kEnded,   // its process has ended, or it has left
-  };
-  // What the wait in `agree` needs; each is called often.
+  // What the wait in `agree` needs; `poll` is called often.
   struct Watch {
-    std::function<Sight(int rank)> look;
-    std::function<bool(int rank)> isCut;                    // this rank itself has found it so
-    std::function<bool(int rank)> isStopped;                // asked when it is late
     std::function<void()> poll;                             // throws to end the wait
     std::function<std::string(std::vector<int>)> nameLate;  // "rank 2 did not come"
   };
 
-  // `place`: a part of the store that no other group uses.
-  Recovery(std::shared_ptr<Store> store, std::string place, int rank, std::vector<int> members,
-           const GroupOptions& options);
+  // In a part of the store that no other group uses.  `epochs` outlives this object.
+  Recovery(const std::shared_ptr<Store>& store, Epochs& epochs);
 
   // The ranks that go on, and how many plans there have been.
   const std::vector<int>& members() const { return members_; }
@@ -91,15 +82,16 @@ class Recovery {
   void giveUp(const Error& error);
 
  private:
-  bool mayPropose(const Watch& watch, const std::map<int, Standing>& came, Nanos waited,
-                  std::vector<int>& late, std::vector<int>& ended) const;
+  bool mayPropose(const std::map<int, Standing>& came, Nanos waited, std::vector<int>& late,
+                  std::vector<int>& ended) const;
   Plan adopt(const std::string& text);
   std::string key(const char* what) const;
 
-  const std::unique_ptr<TimedStore> store_;
-  const std::string place_;
+  const Epochs& epochs_;
   const int rank_;
   const GroupOptions& options_;
+  const std::unique_ptr<TimedStore> store_;
+  const std::string place_;
   std::vector<int> members_;
   int epoch_ = 0;
 };

@@ -11,7 +11,6 @@
 #include "base/error.h"
 #include "base/limits.h"
 #include "bootstrap/attempt.h"
-#include "bootstrap/topology.h"
 #include "survival/successor.h"
 
 namespace ringreduce {
@@ -38,8 +37,7 @@ Survivors::Survivors(Epochs& epochs, Executor& executor, const std::shared_ptr<S
       executor_(executor),
       patience_(patience),
       shared_(epochs.running().shared),
-      recovery_(store, "ringreduce/epochs/" + epochs.running().hosts->nonce() + "/", epochs.rank(),
-                epochs.running().ranks.ranks(), epochs.options()) {}
+      recovery_(store, epochs) {}
 
 void Survivors::run(const Operation& operation, Nanos timeout, bool in_users_thread,
                     Recording& recording) {
@@ -117,11 +115,7 @@ bool Survivors::recover(const Error& loss, Call& call) {
     return epoch.peers().whereabouts(positions) + " did not come to " + text + " of group '" +
            options.name + "', which was to go on after a loss,";
   };
-  const Recovery::Watch watch{.look = [this](int r) { return epochs_.look(r); },
-                              .isCut = [this](int r) { return epochs_.isCut(r); },
-                              .isStopped = [this](int r) { return epochs_.isStopped(r); },
-                              .poll = poll,
-                              .nameLate = nameLate};
+  const Recovery::Watch watch{.poll = poll, .nameLate = nameLate};
   Standing& standing = call.standing;
   try {
     for (int fruitless = 0;;) {
@@ -198,8 +192,7 @@ bool Survivors::makeNextEpoch(const Recovery::Watch& watch, const Call& call, Na
                               int& fruitless) {
   const std::vector<int>& members = recovery_.members();
   const auto firstLost = [&] {
-    return std::ranges::find_if(members,
-                                [&](int r) { return watch.look(r) != Recovery::Sight::kHere; });
+    return std::ranges::find_if(members, [&](int r) { return epochs_.look(r) != Sight::kHere; });
   };
   GroupOptions made = epochs_.options();
   made.members = members;
