@@ -40,7 +40,12 @@ class Attempt {
   }
   // Throws if it was ended.
   void check() const {
-    if (const char* why = why_.load()) throw Error(Failure::kAborted, what_ + ": " + why);
+    if (why_.load()) throw Error(Failure::kAborted, text());
+  }
+  // What the end is, and why.
+  std::string text() const {
+    const char* why = why_.load();
+    return why ? what_ + ": " + why : what_;
   }
 
  private:

@@ -246,10 +246,11 @@ class Backend final : public c10d::Backend {
   c10::intrusive_ptr<GpuBackend> makeGpuBackend(int rank, int size);
   WorkPtr broadcastOfCopies(Group& group, const at::Tensor& tensor,
                             const c10d::BroadcastOptions& options);
-  // A group that is to follow this one, and its part of the store.
+  // A group that is to follow this one, its part of the store, and the attempt that made it.
   struct Successor {
     std::shared_ptr<Group> group = nullptr;
     StorePtr store = nullptr;
+    std::shared_ptr<Attempt> attempt = nullptr;
   };
   // Makes it: the prepared one.  endChange() ends options.attempt; at once if it was called more
   // than `ends` times.  `made`: called before the barrier.  The caller keeps the result until the
@@ -261,7 +262,7 @@ class Backend final : public c10d::Backend {
   // `entered`: called with group_mutex_ held.
   std::shared_ptr<Group> enterSuccessor(const GpuPtr& gpu,
                                         const std::function<void()>& entered = nullptr);
-  static void drop(const Successor& next, const std::string& why);
+  static void drop(const Successor& next);
   // Ends the change that is under way in another thread, and those that begin before the next
   // group, except a reconfigure() that is called later than abort().
   void endChange(const char* why);

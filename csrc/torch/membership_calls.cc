@@ -38,7 +38,7 @@ std::shared_ptr<Attempt> Backend::makeSuccessor(const StorePtr& store, int rank,
     change_ = attempt;
     addLive(under_way);
   }
-  Successor next{.group = nullptr, .store = store};
+  Successor next{.group = nullptr, .store = store, .attempt = attempt};
   try {
     makeGroup(store, rank, size, std::move(options), [&](const std::shared_ptr<Group>& group) {
       next.group = group;
@@ -48,11 +48,8 @@ std::shared_ptr<Attempt> Backend::makeSuccessor(const StorePtr& store, int rank,
     const std::lock_guard lock(group_mutex_);
     attempt->check();  // later, who ends it drops the group
     prepared_ = next;
-  } catch (const Error& error) {
-    drop(next, error.what());
-    throw;
-  } catch (...) {  // Ctrl-C
-    drop(next, "it was interrupted");
+  } catch (...) {
+    drop(next);
     throw;
   }
   return under_way;
@@ -65,8 +62,8 @@ std::shared_ptr<Group> Backend::enterSuccessor(const GpuPtr& gpu,
     if (change_) change_->check();  // later, the new group is aborted or destroyed
     if (!prepared_.group)
       throw Error(Failure::kSetup, "ringreduce: there is no prepared group to enter");
-    const auto [group, store] = std::exchange(prepared_, {});
-    std::shared_ptr<Group> old = replaceGroup(group, gpu, store);
+    const Successor next = std::exchange(prepared_, {});
+    std::shared_ptr<Group> old = replaceGroup(next.group, gpu, next.store);
     if (entered) entered();
     return old;
   } catch (const Error&) {
@@ -76,20 +73,16 @@ std::shared_ptr<Group> Backend::enterSuccessor(const GpuPtr& gpu,
 }
 
 void Backend::dropPrepared() {
-  Successor next;
-  const char* why = "it was not entered";
-  {
-    const std::lock_guard lock(group_mutex_);
-    next = std::exchange(prepared_, {});
-    if (ends_ > 0) why = end_reason_;
-  }
-  drop(next, why);
+  std::unique_lock lock(group_mutex_);
+  const Successor next = std::exchange(prepared_, {});
+  lock.unlock();
+  drop(next);
 }
 
-void Backend::drop(const Successor& next, const std::string& why) {
+void Backend::drop(const Successor& next) {
   if (!next.group) return;
   // Others that go on after losses do so without this rank.
-  if (!next.group->sharedOptions().goesOn()) next.group->abort(why);
+  if (!next.group->sharedOptions().goesOn()) next.group->abort(next.attempt->text());
   leave(*next.group);
 }
 
