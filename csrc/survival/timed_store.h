@@ -1,8 +1,8 @@
 // A store whose calls end in time, for the ranks that go on after a loss between hosts: where the
 // network is cut, a call of torch's store may wait for minutes.
 //
-// One thread makes the calls; the first one starts it.  If a call hangs, the thread is left alone
-// with it and with the store, and every later call fails at once.  Else it ends with this object.
+// Each call has a thread.  If one hangs, its thread is left alone with it and with the store, and
+// every later call fails at once.
 #pragma once
 
 #include <functional>
@@ -29,8 +29,6 @@ class TimedStore final : public Store {
  public:
   // `who`: "rank 1 of group 'x'".  `longest`: how long the store may take for an answer.
   TimedStore(std::shared_ptr<Store> store, std::string who, Nanos longest = limits::kStoreAnswer);
-  TimedStore(const TimedStore&) = delete;
-  ~TimedStore() override;
 
   void set(const std::string& key, const std::string& value) override;
   std::optional<std::string> get(const std::string& key) override;
@@ -40,15 +38,15 @@ class TimedStore final : public Store {
  private:
   using Answer = std::optional<std::string>;
   using Call = std::function<Answer(Store&)>;
-  struct State;
 
   Answer ask(Call call);
   StoreFailure failure(const std::string& why) const;
 
   const std::string who_;
   const Nanos longest_;
+  const std::shared_ptr<Store> store_;  // the threads' too
   std::mutex calls_mutex_;              // one call at a time
-  const std::shared_ptr<State> state_;  // the thread's too
+  bool hangs_ = false;                  // one of them
 };
 
 }  // namespace ringreduce
