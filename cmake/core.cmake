@@ -1,8 +1,8 @@
 # The core, csrc without torch and cuda: the library ringreduce_core.  Included by CMakeLists.txt, unless
 # RINGREDUCE_CORE names one that was built before.
 
-set(layers base algorithm kernels transport transport/shm transport/tcp bootstrap health collectives p2p
-           epoch survival group)
+set(layers base algorithm kernels transport transport/shm transport/tcp control bootstrap health collectives
+           p2p epoch survival group)
 list(TRANSFORM layers PREPEND ${PROJECT_SOURCE_DIR}/csrc/ OUTPUT_VARIABLE core_globs)
 list(TRANSFORM core_globs APPEND /*.cc)
 file(GLOB core_sources CONFIGURE_DEPENDS ${core_globs})

@@ -15,7 +15,7 @@ from pathlib import Path
 
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
 PACKAGE = CSRC.parent / "ringreduce"
-LAYERS = ["base", "algorithm", "kernels", "transport", "transport/shm", "transport/tcp",
+LAYERS = ["base", "algorithm", "kernels", "transport", "transport/shm", "transport/tcp", "control",
           "bootstrap", "health", "collectives", "p2p", "epoch", "survival", "group", "cuda",
           "torch"]  # fmt: skip
 APART = {("transport/tcp", "transport/shm"), ("p2p", "collectives"),

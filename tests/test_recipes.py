@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 CORE = ROOT / "build/extension/libringreduce_core.a"
 # The layers whose headers or tables change; the others come from the core that is built.
-LAYERS = ("base", "transport/tcp", "health", "collectives", "epoch", "survival", "group")
+LAYERS = ("base", "transport/tcp", "control", "health", "collectives", "epoch", "survival", "group")
 
 # File, and what to put before which text of it.
 SHIFT = {

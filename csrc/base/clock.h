@@ -82,7 +82,7 @@ inline Nanos now(Nanos& monotonic) {
 }
 
 // The clock of a group, on which its ranks compare times: CLOCK_MONOTONIC of rank 0's host.  The
-// other hosts measure how far theirs is ahead of it (health/clock_offset.h).
+// other hosts measure how far theirs is ahead of it (control/clock_offset.h).
 struct ClockOffset {
   Nanos ahead = 0;       // CLOCK_MONOTONIC here minus the group's clock
   Nanos error = kNever;  // `ahead` is off by this much at most; kNever: it is not known yet

@@ -8,9 +8,9 @@
 #include "bootstrap/host_links.h"
 #include "bootstrap/rendezvous.h"
 #include "collectives/hierarchy.h"
+#include "control/control_frames.h"
 #include "epoch/network.h"
 #include "epoch/wires.h"
-#include "health/control_frames.h"
 
 namespace ringreduce {
 namespace {

@@ -1,6 +1,6 @@
 // The sockets of a group whose ranks do not share memory.  They replace shared pages:
 //
-//     control ring   liveness, departures, failures, progress (health/control.h)
+//     control ring   liveness, departures, failures, progress (control/control.h)
 //     transport      data of collectives (transport/transport.h), moved by the thread that waits
 //     forwarder      messages (p2p/message_forwarder.h), moved by the reactor's thread
 //
@@ -17,8 +17,8 @@
 #include <vector>
 
 #include "bootstrap/host_links.h"
+#include "control/control.h"
 #include "health/arbiter.h"
-#include "health/control.h"
 #include "p2p/engine.h"
 #include "p2p/message_forwarder.h"
 #include "transport/fabric.h"

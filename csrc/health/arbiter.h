@@ -33,7 +33,7 @@
 #include "base/op_signature.h"
 #include "base/wait_clock.h"
 #include "bootstrap/options.h"
-#include "health/control.h"
+#include "control/control.h"
 #include "health/peer_table.h"
 #include "health/pulse.h"
 #include "health/verdict.h"

@@ -21,7 +21,7 @@
 #include "bootstrap/membership.h"
 #include "bootstrap/options.h"
 #include "bootstrap/process.h"
-#include "health/control.h"
+#include "control/control.h"
 #include "transport/shm/page.h"
 #include "transport/wait_guard.h"
 

@@ -1,6 +1,6 @@
 // Offsets of clocks from heartbeats: under delay, jitter, skew and drift the true offset is within
 // the error, along a ring of ranks too; and between real control connections.
-#include "health/clock_offset.h"
+#include "control/clock_offset.h"
 
 #include <algorithm>
 #include <cstdlib>

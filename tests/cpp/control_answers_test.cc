@@ -8,9 +8,9 @@
 #include <vector>
 
 #include "check.h"
+#include "control/control.h"
+#include "control/control_frames.h"
 #include "control_world.h"
-#include "health/control.h"
-#include "health/control_frames.h"
 #include "sockets.h"
 #include "transport/shm/page.h"
 

@@ -6,7 +6,7 @@
 
 #include "base/error.h"
 #include "check.h"
-#include "health/control_frames.h"
+#include "control/control_frames.h"
 
 using namespace ringreduce;
 using net::ControlRing;

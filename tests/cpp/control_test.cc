@@ -1,5 +1,5 @@
 // The control ring: what one says all hear, whoever leaves, ends, or is cut off.
-#include "health/control.h"
+#include "control/control.h"
 
 #include <fcntl.h>
 #include <sys/wait.h>
@@ -18,8 +18,8 @@
 #include <vector>
 
 #include "check.h"
+#include "control/control_frames.h"
 #include "control_world.h"
-#include "health/control_frames.h"
 #include "sockets.h"
 
 using namespace ringreduce;

@@ -25,8 +25,8 @@
 #include <vector>
 
 #include "check.h"
-#include "health/control.h"
-#include "health/control_frames.h"
+#include "control/control.h"
+#include "control/control_frames.h"
 #include "sockets.h"
 
 namespace control_world {

@@ -11,8 +11,8 @@
 #include <variant>
 #include <vector>
 
+#include "control/control_frames.h"
 #include "fuzz.h"
-#include "health/control_frames.h"
 
 using namespace ringreduce;
 using namespace ringreduce::net;

@@ -44,7 +44,7 @@ struct Progress {
   bool operator==(const Progress&) const = default;
 };
 
-// For `sent` and `difference` see health/clock_offset.h.
+// For `sent` and `difference` see control/clock_offset.h.
 struct Heartbeat {
   Nanos sent = 0;             // by the sender's CLOCK_MONOTONIC; 0: before there is a control ring
   Nanos difference = kNever;  // of heartbeats to the sender; kNever: none came yet

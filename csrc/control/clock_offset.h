@@ -14,7 +14,7 @@
 #include <cstddef>
 
 #include "base/clock.h"
-#include "health/control_frames.h"
+#include "control/control_frames.h"
 
 namespace ringreduce::net {
 

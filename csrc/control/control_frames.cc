@@ -1,5 +1,5 @@
 // Frames to bytes and back, integers in little-endian order; and the state that they change.
-#include "health/control_frames.h"
+#include "control/control_frames.h"
 
 #include <algorithm>
 #include <cstring>

@@ -39,7 +39,7 @@
 #include <vector>
 
 #include "base/clock.h"
-#include "health/control_frames.h"
+#include "control/control_frames.h"
 #include "transport/tcp/connector.h"
 #include "transport/tcp/reactor.h"
 #include "transport/tcp/socket.h"

@@ -1,6 +1,6 @@
 // A rank in the control ring: its connections, the news that it forwards, and the calls of
 // control.h.
-#include "health/control.h"
+#include "control/control.h"
 
 #include <linux/sockios.h>
 #include <linux/tcp.h>
@@ -22,8 +22,8 @@
 #include "base/error.h"
 #include "base/limits.h"
 #include "base/text.h"
-#include "health/clock_offset.h"
-#include "health/control_frames.h"
+#include "control/clock_offset.h"
+#include "control/control_frames.h"
 
 namespace ringreduce::net {
 
