@@ -15,7 +15,6 @@
 #include "base/op_signature.h"
 #include "base/text.h"
 #include "bootstrap/process.h"
-#include "health/blame.h"
 #include "transport/shm/wait.h"
 
 namespace ringreduce {
@@ -132,41 +131,11 @@ void Arbiter::fail(Failure kind, int culprit, const std::string& text) {
   throwFailure();
 }
 
-void Arbiter::failLost(int rank, const std::string& when, const std::string& how) {
-  const PeerState state = peers_.stateOf(rank);
-  const std::string why = state.isLost() ? peers_.howLost(rank) : state.isHere() ? how : "";
-  fail(Failure::kPeerLost, rank,
-       peers_.who(rank) + (why.empty() ? " has left the group" : " is lost: " + why) + " " + when);
-}
-
-void Arbiter::failLate(int peer, const std::string& missing, const std::string& doing,
-                       Nanos timeout) {
-  // The other rank may itself wait for a third one in a collective.
-  const int culprit = peer < 0 ? firstOfAny(peers_) : peers_.heldUpBy(peer);
-  std::string text = missing;
-  if (peer >= 0 && culprit != peer)
-    text = peers_.whereabouts({culprit}) + " holds up the others; late too: " + missing;
-  else if (peer >= 0 && peers_.waitsFor(peer) == rank_)
-    text += ", and waits for this rank itself; do the order of calls and the tags match?";
-  fail(Failure::kTimeout, culprit,
-       text + ": to " + doing + " timed out after a timeout of " + seconds(timeout));
-}
-
 Error Arbiter::errorOfGone(const std::vector<int>& ranks, const std::string& doing) {
-  const std::string waited = "; rank " + options_.shown(rank_) + " waited to " + doing;
-  for (int r : ranks)
-    if (const PeerState state = peers_.stateOf(r);
-        state.isLost() && state.declared == Declared::kHere) {
-      const std::string text = peers_.who(r) + " is lost: " + peers_.howLost(r) + waited;
-      if (goes_on_within_ || needs_epoch_)
-        return Error(Failure::kPeerLost, text, factsOf(r, rank_, false));
-      fail(Failure::kPeerLost, r, text);
-    }
-  return Error(
-      Failure::kPeerLost,
-      (ranks.size() == 1 ? peers_.who(ranks[0]) + " has" : options_.rankList(ranks) + " have") +
-          " left group '" + options_.name + "'" + waited,
-      factsOf(ranks[0], rank_, !goes_on_within_ && !needs_epoch_));
+  const Finding found = gone(peers_, ranks, doing);
+  const bool ends_group = !goes_on_within_ && !needs_epoch_;
+  if (ends_group && found.kind == Failure::kPeerLost) fail(found);
+  return Error(Failure::kPeerLost, found.text, factsOf(found.culprit(), rank_, ends_group));
 }
 
 void Arbiter::abort(const std::string& why) {
@@ -210,12 +179,6 @@ Facts Arbiter::factsOf(int culprit, int reporter, bool is_final) const {
 
 // ---- polling
 
-// Between hosts: whether it has not answered for a while, as a process that runs does, whatever it
-// computes.
-bool Arbiter::isSilent(int rank) const {
-  return now() - std::max<Nanos>(peers_.lastHeard(rank), wait_.started()) > limits::kSilent;
-}
-
 void Arbiter::poll(int rank, Ready ready) {
   check();
   if (inline_ && options_.interrupt) options_.interrupt();
@@ -235,27 +198,37 @@ void Arbiter::poll(int rank, Ready ready) {
     refreshProgress();
     compareSignatures();
     if (ready()) return;
-    const Laggards late = laggardsOf(peers_, current_, rank);
-    if (goes_on_within_ && evict(rank, late.ranks, ready)) return;
-    std::string text = late.text + ": " + peers_.textOf(current_) +
-                       " timed out after a timeout of " + seconds(wait_.timeout());
+    Finding found = late(peers_, current_, rank);
+    if (goes_on_within_ && evict(rank, found.ranks, ready)) return;
+    found.text += timedOut();
     if (current_.kind == Kind::kMonitoredBarrier)
-      text = monitoredBarrierText(late.ranks) + ". " + text;
+      found.text = monitoredBarrierText(found.ranks) + ". " + found.text;
     // The others go on without a rank whose process does not run: see culprit().
     if (needs_epoch_) {
-      for (const int r : late.ranks)
-        if (peers_.isStopped(r) || isSilent(r)) fail(Failure::kPeerLost, r, text);
+      for (const int r : found.ranks)
+        if (peers_.isStopped(r) || peers_.isSilent(r, wait_.started()))
+          fail(Failure::kPeerLost, r, found.text);
       if (!std::exchange(has_more_time_, true)) {  // it may have been stopped until now
         wait_.extend(time + limits::kTimeToGoOn);
         return;
       }
     }
-    fail(Failure::kTimeout, late.ranks.front(), text);
+    fail(found);
   }
   if (!ready() && wait_.reportIsDue(time))
     log("rank " + options_.shown(rank_) + " of group '" + options_.name + "' has waited " +
         seconds(wait_.waited(time)) + " in " + peers_.textOf(current_) + ": " +
-        laggardsOf(peers_, current_, rank).text);
+        late(peers_, current_, rank).text);
+}
+
+std::string Arbiter::timedOut() const {
+  return ": " + peers_.textOf(current_) + " timed out after a timeout of " +
+         seconds(wait_.timeout());
+}
+
+std::string Arbiter::when(int rank, const char* before) const {
+  return (peers_.hasAnnounced(rank, current_.sequence) ? "during " : before) +
+         peers_.textOf(current_);
 }
 
 // Compares the announcements of the ranks.  Between hosts no data reveals the mismatch if two ranks
@@ -281,17 +254,14 @@ void Arbiter::blameMissing(int rank, Ready ready) {
     if (goes_on_within_)
       goOnWithout(r);
     else
-      failLost(r, (peers_.hasAnnounced(r, current_.sequence) ? "during " : "before it came to ") +
-                      peers_.textOf(current_));
+      failLost(r, when(r));
   }
 }
 
 // A rank that has left writes nothing more either.  The lost rank may have used up the deadline, so
 // the others get more time.
 void Arbiter::goOnWithout(int rank) {
-  const std::string when =
-      (peers_.hasAnnounced(rank, current_.sequence) ? "during " : "before it came to ") +
-      peers_.textOf(current_);
+  const std::string when = this->when(rank);
   const int left = static_cast<int>(peers_.live().size()) - 1;
   if (left < min_ranks_)
     failLost(rank, when + "; " + std::to_string(left) + (left == 1 ? " rank is" : " ranks are") +
@@ -326,8 +296,6 @@ bool Arbiter::evict(int waited_for, const std::vector<int>& late, Ready ready) {
     before.push_back(pulses(r));
     wakeSleeper(page(r).pulse_wake_word);
   }
-  const std::string timed_out =
-      ": " + peers_.textOf(current_) + " timed out after a timeout of " + seconds(wait_.timeout());
   // If too few ranks would be left, the group fails in any case: no process ends for that.
   const auto too_many = [&](const std::vector<int>& lost) {
     return ranks.size() < lost.size() + static_cast<size_t>(min_ranks_);
@@ -344,7 +312,7 @@ bool Arbiter::evict(int waited_for, const std::vector<int>& late, Ready ready) {
           too_many(peers_.stoppedOf(ranks)) ? std::vector<int>() : peers_.stoppedOf(late);
       for (const int r : stopped) {
         log("rank " + options_.shown(rank_) + " kills " + peers_.who(r) + ", which is stopped" +
-            timed_out);
+            timedOut());
         kill(peers_.processOf(r).pidfd);
       }
     }
@@ -356,7 +324,7 @@ bool Arbiter::evict(int waited_for, const std::vector<int>& late, Ready ready) {
     if (too_many(silent)) break;
     for (const int r : silent) {
       log("rank " + options_.shown(rank_) + " leaves " + peers_.who(r) +
-          " out, whose process does not answer" + timed_out);
+          " out, whose process does not answer" + timedOut());
       leaveOut(page(r));
     }
   }
@@ -400,10 +368,7 @@ void Arbiter::broken(int rank, const std::string& how) {
     sleepMillisecond();
   check();
   // Between hosts, its announcement may be unknown here.
-  failLost(rank,
-           (peers_.hasAnnounced(rank, current_.sequence) ? "during " : "before it was seen in ") +
-               peers_.textOf(current_),
-           how);
+  failLost(rank, when(rank, "before it was seen in "), how);
 }
 
 void Arbiter::verify(int rank) {
@@ -447,23 +412,14 @@ void Arbiter::disagree(int sender, int receiver, uint64_t sent, uint64_t expecte
 // ---- late ranks
 
 void Arbiter::refreshProgress() const {
-  if (!channel_) return check();
-  const Nanos asked = now(), until = asked + limits::kAnswer;
-  channel_->askForProgress();
-  const auto all_answered = [&] {
-    for (int r = 0; r < size_; ++r)
-      if (r != rank_ && peers_.lastHeard(r) < asked - kSecond / 2) return false;
-    return true;
-  };
-  while ((now() < asked + kReadTime || !all_answered()) && !failed() && now() < until)
-    sleepMillisecond();
+  peers_.ask(otherRanks(rank_, size_), kNoOperation, kReadTime, [&] { return failed(); });
   check();
 }
 
 // ---- mismatches
 
 void Arbiter::mismatch(int other, const OpSignature* sent, uint64_t about) {
-  // Ask for the others' calls: the largest party is right (health/blame.h).  They may disagree
+  // Ask for the others' calls: the largest party is right (health/judge.h).  They may disagree
   // about this operation, or about one in which this rank did not wait.
   const Nanos until = deadlineIn(channel_ ? limits::kCalls : limits::kAnswer);
   const uint64_t first = std::min(
@@ -481,8 +437,7 @@ void Arbiter::mismatch(int other, const OpSignature* sent, uint64_t about) {
     PeerTable::Census again = peers_.census(first, current_.sequence, other, sent, losses_allowed);
     if (again.parties.size() > 1 || found.parties.size() < 2) found = std::move(again);
   }
-  const Disagreement blame = disagreementOf(peers_, std::move(found), other, sent);
-  fail(Failure::kMismatch, blame.culprit, blame.text);
+  fail(differs(peers_, std::move(found), other, sent));
 }
 
 // ---- ranks of other hosts

@@ -1,6 +1,6 @@
 // The arbiter of a group decides why the group has failed.  It keeps the state of the ranks in a
-// PeerTable.  The functions of health/blame.h find the ranks that are late, and those that called
-// another operation.
+// PeerTable.  The functions of health/judge.h find the ranks that are late, lost, or called another
+// operation.
 //
 // Sources report to it:
 //
@@ -34,6 +34,7 @@
 #include "base/wait_clock.h"
 #include "bootstrap/options.h"
 #include "control/control.h"
+#include "health/judge.h"
 #include "health/peer_table.h"
 #include "health/pulse.h"
 #include "health/verdict.h"
@@ -81,13 +82,12 @@ class Arbiter final : public WaitGuard, public net::Control::Listener {
 
   // Fails the group, unless it has failed already, and throws its failure.
   [[noreturn]] void fail(Failure kind, int culprit, const std::string& text);
+  [[noreturn]] void fail(const Finding& found) { fail(found.kind, found.culprit(), found.text); }
   // The same for a rank that is lost or has left.  `when`: "during barrier #3".  `how`: why it is
   // lost, if the arbiter does not know.
-  [[noreturn]] void failLost(int rank, const std::string& when, const std::string& how = {});
-  // The same for a message to or from `peer` (-1: from any rank) that is not `done` in time.
-  // `missing`: "rank 1 (...) did not send it".
-  [[noreturn]] void failLate(int peer, const std::string& missing, const std::string& doing,
-                             Nanos timeout);
+  [[noreturn]] void failLost(int rank, const std::string& when, const std::string& how = {}) {
+    fail(lost(peers_, rank, when, how));
+  }
   // For a message to or from `ranks`, all of which are gone: fails the group if one of them is
   // lost.  If they have left, or the group survives losses, returns the error of this message
   // alone.
@@ -160,13 +160,16 @@ class Arbiter final : public WaitGuard, public net::Control::Listener {
   bool isLeftOut() const { return peers_.isLeftOut(); }
   void noteData(int rank, const Announcement& theirs);
   bool evict(int waited_for, const std::vector<int>& late, Ready ready);
-  bool isSilent(int rank) const;
   void askNowAndThen();
   // blame
   // Rank `other` called another operation.  `sent` is the signature that it sent, if it sent one.
   // `about` is the sequence number if the mismatch is in an earlier operation.
   [[noreturn]] void mismatch(int other, const OpSignature* sent = nullptr,
                              uint64_t about = kNoOperation);
+  // "during barrier #3", or `before` if that rank has not announced it.
+  std::string when(int rank, const char* before = "before it came to ") const;
+  // ": barrier #3 timed out after a timeout of 5 s"
+  std::string timedOut() const;
   std::string monitoredBarrierText(const std::vector<int>& late) const;
 
   const int rank_, size_;

@@ -6,7 +6,6 @@
 #include <chrono>
 #include <thread>
 
-#include "base/limits.h"
 #include "base/op_signature.h"
 #include "base/text.h"
 
@@ -94,13 +93,23 @@ bool PeerTable::isStopped(int rank) const {
 }
 
 bool PeerTable::answers(int rank) const {
+  return !isStopped(rank) &&
+         (!areMirrors() || ask({rank}, kNoOperation - 1, 0, [] { return false; }));
+}
+
+bool PeerTable::ask(const std::vector<int>& ranks, uint64_t since, Nanos least,
+                    const std::function<bool()>& over) const {
   if (!areMirrors()) return true;
   const Nanos asked = now(), until = asked + limits::kAnswer;
-  channel_->askForProgress(kNoOperation - 1);
-  // Ranks do not repeat an answer at once.
-  while (peer(rank).last_progress < asked - kSecond / 2 && now() < until)
+  channel_->askForProgress(since);
+  const auto answered = [&] {
+    // Ranks do not repeat an answer at once.
+    return std::ranges::all_of(ranks,
+                               [&](int r) { return peer(r).last_progress >= asked - kSecond / 2; });
+  };
+  while ((now() < asked + least || !answered()) && !over() && now() < until)
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  return peer(rank).last_progress >= asked - kSecond / 2;
+  return answered();
 }
 
 std::vector<int> PeerTable::stoppedOf(const std::vector<int>& ranks) const {
@@ -235,10 +244,9 @@ void PeerTable::publishStreams(const StreamProgress& own) {
   peer(rank_).streams = own;
 }
 
-std::pair<StreamProgress, Nanos> PeerTable::streamsOf(int rank) const {
+StreamProgress PeerTable::streamsOf(int rank) const {
   const std::lock_guard lock(mutex_);
-  const Peer& one = peers_[static_cast<size_t>(rank)];
-  return {one.streams, one.streams_heard};
+  return peer(rank).streams;
 }
 
 // ---- texts
@@ -307,7 +315,7 @@ void PeerTable::recordProgress(int rank, const net::Progress& progress) {
   Peer& one = peer(rank);
   one.waits_for = progress.waits_for;
   one.streams = progress.streams;
-  if (!progress.stopped) one.streams_heard = now();
+  if (!progress.stopped) one.heard = now();
   if (!known(rank).isLost()) one.observed = progress.stopped ? Observed::kStopped : Observed::kHere;
   last_answer_ = one.last_progress = now();
 }

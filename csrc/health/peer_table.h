@@ -7,6 +7,7 @@
 // Any thread may call it, unless a function says otherwise.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <functional>
 #include <mutex>
@@ -17,6 +18,7 @@
 
 #include "base/clock.h"
 #include "base/error.h"
+#include "base/limits.h"
 #include "base/op_signature.h"
 #include "bootstrap/membership.h"
 #include "bootstrap/options.h"
@@ -86,11 +88,18 @@ class PeerTable {
   // Those of `ranks` whose processes are stopped.
   std::vector<int> stoppedOf(const std::vector<int>& ranks) const;
   std::vector<int> stoppedOnHost() const;
-  // Whether a rank of another host answers a question for its progress in a short time, as a
-  // process that runs does, whatever it computes.  Those that share memory always do.
+  // Whether its process runs: it is not stopped, and answers a question for its progress in a short
+  // time, whatever it computes.  Those that share memory always do, if they are not stopped.
   bool answers(int rank) const;
-  // When a rank of another host last told its progress; 0: never.
-  Nanos lastHeard(int rank) const { return peer(rank).last_progress; }
+  // Between hosts: asks all ranks for their progress, and waits briefly, but for `least`, until
+  // `ranks` have answered, or others have told of them, or until `over`.  `since`: see PeerChannel.
+  // Returns whether they have.
+  bool ask(const std::vector<int>& ranks, uint64_t since, Nanos least,
+           const std::function<bool()>& over) const;
+  // Between hosts: whether it has told nothing for a while, nor since that time.
+  bool isSilent(int rank, Nanos since = 0) const {
+    return now() - std::max<Nanos>(peer(rank).heard, since) > limits::kSilent;
+  }
   // When any rank last did.
   Nanos lastAnswer() const { return last_answer_; }
 
@@ -141,9 +150,9 @@ class PeerTable {
   int heldUpBy(int rank) const;
 
   // The progress of this rank's GPU streams, which other ranks receive when they ask; and that of
-  // another rank, with the time of its last answer (0: none).
+  // another rank.
   void publishStreams(const StreamProgress& own);
-  std::pair<StreamProgress, Nanos> streamsOf(int rank) const;
+  StreamProgress streamsOf(int rank) const;
 
   // ---- texts
 
@@ -177,9 +186,9 @@ class PeerTable {
     std::string how;                       // why it is lost; guarded by the mutex
     std::atomic<int> waits_for = -1;       // between hosts, as its last progress says
     std::atomic<Nanos> last_progress = 0;  // when that arrived
+    std::atomic<Nanos> heard = 0;          // the same, if the rank itself told it
     bool disconnected = false;             // in the reactor's thread
-    StreamProgress streams;                // between hosts; guarded by the mutex, as the next
-    Nanos streams_heard = 0;
+    StreamProgress streams;                // between hosts; guarded by the mutex
   };
 
   Peer& peer(int rank) const { return peers_[static_cast<size_t>(rank)]; }

@@ -46,7 +46,7 @@ int peerOf(const Transfer& transfer) {
   return transfer.source != kAnySource ? transfer.source : transfer.message.peer;
 }
 
-static_assert(kAnySource < 0);  // Arbiter::failLate
+static_assert(kAnySource < 0);  // health/judge.h
 
 constexpr Nanos kCheckPeriod = kLongestSleep / 2;  // of peers, deadlines and Ctrl-C
 // How often the thread looks whether it is needed, and after how many looks in vain it sleeps until
@@ -565,12 +565,10 @@ void Messenger::timedOut(const Delivery& delivery, Nanos timeout) {
   arbiter_.refreshProgress();
   pass();
   if (delivery.isDone()) return;
-  int peer = kAnySource;
-  {
-    const std::lock_guard lock(mutex_);
-    peer = delivery.matched ? peerOf(delivery) : delivery.message.peer;
-  }
-  arbiter_.failLate(peer, missing(delivery), describe(delivery), timeout);
+  const auto [peer, missing] = missingOf(delivery);
+  Finding found = lateMessage(arbiter_.peers(), peer, missing);
+  found.text += ": to " + describe(delivery) + " timed out after a timeout of " + seconds(timeout);
+  arbiter_.fail(found);
 }
 
 // ---- texts
@@ -595,25 +593,20 @@ std::string Messenger::describe(const Transfer& transfer) const {
          std::to_string(m.tag) + " (message #" + std::to_string(transfer.number) + ")";
 }
 
-std::string Messenger::missing(const Transfer& transfer) {
+// The rank that a transfer waits for, and what that has not done.
+std::pair<int, std::string> Messenger::missingOf(const Transfer& transfer) {
   const Message& m = transfer.message;
-  int matched = kAnySource;
-  size_t moved = 0;
-  {
-    const std::lock_guard lock(mutex_);
-    if (transfer.matched) matched = peerOf(transfer);
-    moved = transfer.moved;
-  }
-  if (matched != kAnySource)
-    return arbiter_.peers().whereabouts({matched}) + " is not done with it (" +
-           std::to_string(moved) + " of " + std::to_string(m.bytes()) + " bytes)";
-  if (m.direction == Message::Direction::kSend)
-    return arbiter_.peers().whereabouts({m.peer}) + " did not receive it";
-  if (m.peer != kAnySource) return arbiter_.peers().whereabouts({m.peer}) + " did not send it";
-  if (size_ == 1) return "there is no other rank to send it";
-  const std::vector<int> others = otherRanks(rank_, size_);
-  const std::vector<int> stopped = arbiter_.peers().stoppedOf(others);
-  return arbiter_.peers().whereabouts(stopped.empty() ? others : stopped) + " did not send it";
+  const std::lock_guard lock(mutex_);
+  if (transfer.matched)
+    return {peerOf(transfer), " is not done with it (" + std::to_string(transfer.moved) + " of " +
+                                  std::to_string(m.bytes()) + " bytes)"};
+  return {m.peer,
+          m.direction == Message::Direction::kSend ? " did not receive it" : " did not send it"};
+}
+
+std::string Messenger::missing(const Transfer& transfer) {
+  const auto [peer, what] = missingOf(transfer);
+  return undone(arbiter_.peers(), peer, what).text;
 }
 
 }  // namespace ringreduce

@@ -18,6 +18,7 @@
 #include <mutex>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "base/executor.h"
@@ -120,6 +121,7 @@ class Messenger {
   void notifyThread();
   void startThread();
   std::string describe(const Transfer& transfer) const;
+  std::pair<int, std::string> missingOf(const Transfer& transfer);
   std::string missing(const Transfer& transfer);
 
   const int rank_, size_;

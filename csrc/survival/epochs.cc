@@ -191,8 +191,7 @@ bool Epochs::isCut(int rank) const {
 bool Epochs::isStopped(int rank) const {
   return std::ranges::none_of(all(), [&](const auto& one) {
     const auto position = one->ranks.positionOf(rank);
-    return position && one->peers().stoppedOf({*position}).empty() &&
-           one->peers().answers(*position);
+    return position && one->peers().answers(*position);
   });
 }
 

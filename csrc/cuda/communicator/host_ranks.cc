@@ -87,10 +87,12 @@ std::optional<WatchedRanks::Late> HostRanks::lateStream(const Operations& under_
       timeout};
 }
 
-WatchedRanks::Blame HostRanks::blameForDelay(const OpSignature& what, int waited_for) const {
+Finding HostRanks::blameForDelay(const OpSignature& what, int waited_for) const {
   const int r = waited_for >= 0 ? waited_for : missingWord(what);
-  return {r, epoch_->peers().whereabouts({r}) +
-                 " came, but did not do its part (or could not, for want of another's)"};
+  return {Failure::kTimeout,
+          {r},
+          epoch_->peers().whereabouts({r}) +
+              " came, but did not do its part (or could not, for want of another's)"};
 }
 
 // The rank whose word this rank's stream waits for, or else any other.  In a broadcast all ranks

@@ -95,7 +95,7 @@ class HostRanks final : public WatchedRanks {
   }
   std::optional<Difference> findDifference(const Operations& under_way) override;
   std::optional<Late> findLate(const Operations& under_way) override;
-  Blame blameForDelay(const OpSignature& what, int waited_for) const override;
+  Finding blameForDelay(const OpSignature& what, int waited_for) const override;
   Nanos lossPatience(bool came) const override;
   void release() override;
 

@@ -306,32 +306,16 @@ void Watchdog::compare() {
 void Watchdog::checkDeadlines() {
   const auto late = ranks_->findLate(under_way_);
   if (!late) return;
-  const auto [culprit, text] = laggards(late->what, late->waited_for);
-  epoch_->arbiter->fail(Failure::kTimeout, culprit,
-                        text + ": GPU " + textOf(late->what) + " timed out after a timeout of " +
-                            seconds(late->timeout) + late->where + labelOf(late->what.sequence));
+  Finding found = blame(late->what, late->waited_for);
+  found.text += ": GPU " + textOf(late->what) + " timed out after a timeout of " +
+                seconds(late->timeout) + late->where + labelOf(late->what.sequence);
+  epoch_->arbiter->fail(found);
 }
 
-// The ranks for which an operation waits: those that have not announced it, or else a stopped one,
-// or else the one whose part is missing.
-WatchedRanks::Blame Watchdog::laggards(const OpSignature& what, int waited_for) const {
-  std::vector<int> absent;
-  uint64_t least = UINT64_MAX;
-  for (int r = 0; r < group_.size(); ++r) {
-    const uint64_t announced = ranks_->announcedBy(r);
-    if (r == group_.rank() || announced > what.sequence || announced > least) continue;
-    if (announced < least) absent.clear();
-    least = announced;
-    absent.push_back(r);
-  }
-  if (!absent.empty())
-    return {absent.front(), epoch_->peers().whereabouts(absent) + " did not arrive"};
-  // Before the rank that is waited for, since that one may itself wait for a stopped rank.
-  const std::vector<int> stopped =
-      epoch_->peers().stoppedOf(otherRanks(epoch_->rank, epoch_->size));
-  if (!stopped.empty())
-    return {stopped.front(), epoch_->peers().whereabouts(stopped) + " came, and then stood still"};
-  return ranks_->blameForDelay(what, waited_for);
+Finding Watchdog::blame(const OpSignature& what, int waited_for) const {
+  return lateInStream(
+      epoch_->peers(), what, [&](int r) { return ranks_->announcedBy(r); },
+      [&] { return ranks_->blameForDelay(what, waited_for); });
 }
 
 // Fails the group if a rank is lost that an operation needs, and logs waits that take long.
@@ -364,7 +348,7 @@ void Watchdog::reportStall(Nanos time) {
   const OpSignature& what = under_way_.front().what;
   log("rank " + group_.options().shown(group_.rank()) + " of group '" + group_.options().name +
       "' has had GPU " + textOf(what) + " in its stream for " + seconds(head_.waited(time)) +
-      labelOf(what.sequence) + ": " + laggards(what, -1).text);
+      labelOf(what.sequence) + ": " + blame(what, -1).text);
 }
 
 }  // namespace ringreduce::cuda

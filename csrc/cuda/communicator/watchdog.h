@@ -58,10 +58,6 @@ class WatchedRanks {
     int waited_for = -1;     // the rank whose part is missing, if known
     std::string where = {};  // " (channel 2, step 7)"
   };
-  struct Blame {
-    int culprit;
-    std::string text;
-  };
 
   virtual ~WatchedRanks() = default;
 
@@ -83,9 +79,8 @@ class WatchedRanks {
   virtual std::optional<Difference> findDifference(const Operations& under_way) = 0;
   // An operation whose deadline has passed.
   virtual std::optional<Late> findLate(const Operations& under_way) = 0;
-  // Which rank to blame for an operation to which all ranks have come; the text follows "GPU
-  // operation is late because ".
-  virtual Blame blameForDelay(const OpSignature& what, int waited_for) const = 0;
+  // Of an operation that is late, though all ranks have come to it and none is stopped.
+  virtual Finding blameForDelay(const OpSignature& what, int waited_for) const = 0;
   // How long to wait after a rank was lost: the operation may still complete.  `came`: whether that
   // rank may have announced it.
   virtual Nanos lossPatience(bool came) const = 0;
@@ -147,7 +142,7 @@ class Watchdog {
   bool hasToAbort() const { return !aborted_ && group_.failed(); }
   bool pauseUntil(Lock& lock, Nanos deadline);
   bool isAwaited() const;
-  WatchedRanks::Blame laggards(const OpSignature& what, int waited_for) const;
+  Finding blame(const OpSignature& what, int waited_for) const;
   std::string labelOf(uint64_t number) const;
 
   Group& group_;

@@ -38,12 +38,8 @@ void RemoteRanks::advance(uint64_t, const Operations& under_way) {
   epoch_->arbiter->publishStreams(own_);
 }
 
-bool RemoteRanks::isSilent(int rank) const {
-  return now() - epoch_->peers().streamsOf(rank).second > limits::kSilent;
-}
-
 uint64_t RemoteRanks::announcedBy(int rank) const {
-  return isSilent(rank) ? ~uint64_t{0} : epoch_->peers().streamsOf(rank).first.announced;
+  return epoch_->peers().isSilent(rank) ? ~uint64_t{0} : epoch_->peers().streamsOf(rank).announced;
 }
 
 std::optional<WatchedRanks::Difference> RemoteRanks::findDifference(const Operations& under_way) {
@@ -54,7 +50,7 @@ std::optional<WatchedRanks::Difference> RemoteRanks::findDifference(const Operat
     epoch_->askForStreams(/*at_once=*/false);
   }
   for (int r = 0; r < group_.size(); ++r) {
-    const OpSignature theirs = epoch_->peers().streamsOf(r).first.oldest;
+    const OpSignature theirs = epoch_->peers().streamsOf(r).oldest;
     for (const StreamOperation& operation : under_way) {
       if (operation.what.sequence != theirs.sequence || operation.what == theirs) continue;
       if (differs_since_ == 0) differs_since_ = time;
@@ -82,27 +78,29 @@ std::optional<WatchedRanks::Late> RemoteRanks::findLate(const Operations& under_
   return Late{head.what, head.timeout};
 }
 
-WatchedRanks::Blame RemoteRanks::blameForDelay(const OpSignature& what, int) const {
+Finding RemoteRanks::blameForDelay(const OpSignature& what, int) const {
   std::vector<int> silent, behind;
   for (int r = 0; r < group_.size(); ++r) {
     if (r == group_.rank()) continue;
-    const StreamProgress theirs = epoch_->peers().streamsOf(r).first;
+    const StreamProgress theirs = epoch_->peers().streamsOf(r);
     const bool reached = theirs.oldest.sequence > what.sequence ||  // also if there is none
                          (theirs.oldest.sequence == what.sequence && theirs.begun);
-    if (isSilent(r))
+    if (epoch_->peers().isSilent(r))
       silent.push_back(r);
     else if (!reached)
       behind.push_back(r);
   }
   const auto their = [](const std::vector<int>& ranks) { return ranks.size() > 1; };
   if (!silent.empty())
-    return {silent.front(), epoch_->peers().whereabouts(silent) +
-                                " did not answer, so it is not known how " + "far " +
-                                (their(silent) ? "they are" : "it is")};
+    return {Failure::kTimeout, silent,
+            epoch_->peers().whereabouts(silent) + " did not answer, so it is not known how far " +
+                (their(silent) ? "they are" : "it is")};
   if (!behind.empty())
-    return {behind.front(), epoch_->peers().whereabouts(behind) + " came, but with other work in " +
-                                (their(behind) ? "their streams" : "its stream") + " before it"};
-  return {(group_.rank() + group_.size() - 1) % group_.size(),
+    return {Failure::kTimeout, behind,
+            epoch_->peers().whereabouts(behind) + " came, but with other work in " +
+                (their(behind) ? "their streams" : "its stream") + " before it"};
+  return {Failure::kTimeout,
+          {(group_.rank() + group_.size() - 1) % group_.size()},
           "all ranks came, and something between their GPUs stands still: a network, or a GPU; "
           "which cannot be told from here"};
 }

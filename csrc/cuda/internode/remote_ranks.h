@@ -35,14 +35,13 @@ class RemoteRanks final : public WatchedRanks {
   bool isDone(int, uint64_t) const override { return true; }
   std::optional<Difference> findDifference(const Operations& under_way) override;
   std::optional<Late> findLate(const Operations& under_way) override;
-  Blame blameForDelay(const OpSignature& what, int waited_for) const override;
+  Finding blameForDelay(const OpSignature& what, int waited_for) const override;
   Nanos lossPatience(bool came) const override;
   void release() override { hooks_.poison(); }
   void probe() override;
   void abort(const std::string& why) override;
 
  private:
-  bool isSilent(int rank) const;
   Nanos turn() const;
   Nanos askAfter() const;
 
