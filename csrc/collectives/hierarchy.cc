@@ -52,7 +52,7 @@ class Hierarchy::Neighbours final : public RingPositionGuard {
       // A rank that has ended is lost if it never arrived here, or if this wait needs it.  What it
       // wrote before is in memory by now.
       if ((hasAnnounced(p) && p != place) || ready()) continue;
-      if (dead) arbiter_.onProcessEnded(rankAt(p), howEnded(processes_[static_cast<size_t>(p)]));
+      if (dead) arbiter_.peers().onEnded(rankAt(p), howEnded(processes_[static_cast<size_t>(p)]));
       arbiter_.broken(rankAt(p), kProcessEnded);
     }
   }

@@ -11,6 +11,7 @@
 #include "control/control_frames.h"
 #include "epoch/network.h"
 #include "epoch/wires.h"
+#include "health/shared_view.h"
 
 namespace ringreduce {
 namespace {
@@ -86,8 +87,10 @@ Epoch::Epoch(int rank, Membership membership, const GroupOptions& options, Execu
       workers_patience_(patienceOf(/*in_users_thread=*/false, membership.members.size())),
       shared(membership.options),
       membership_(std::move(membership)),
-      arbiter(
-          std::make_unique<Arbiter>(rank, seatsOf(membership_), this->options, nullptr, shared)),
+      arbiter(std::make_unique<Arbiter>(
+          std::make_unique<SharedView>(rank, seatsOf(membership_), this->options,
+                                       shared.goesOn()),
+          shared.goesOn() ? AfterLoss::kIsAbsent : AfterLoss::kFails, shared.min_ranks)),
       wires(wiresInMemory(rank, membership_, *arbiter)),
       messenger(std::make_unique<Messenger>(rank, messageRings(membership_, rank), *arbiter,
                                             executor, this->options, users_patience_)) {}
@@ -104,8 +107,9 @@ Epoch::Epoch(int rank, std::unique_ptr<Network> made, Hosts among, Membership lo
       membership_(std::move(local_members)),
       hosts(std::make_unique<Hosts>(std::move(among))),
       network(std::move(made)),
-      arbiter(std::make_unique<Arbiter>(rank, network->seats(*hosts), this->options, network.get(),
-                                        shared)),
+      arbiter(std::make_unique<Arbiter>(network->view(*hosts, this->options),
+                                        shared.goesOn() ? AfterLoss::kNeedsEpoch : AfterLoss::kFails,
+                                        shared.min_ranks)),
       wires(wiresBetween(*network, *hosts, shared, membership_, *arbiter)),
       closed_first_(network.get()),
       messenger(std::make_unique<Messenger>(rank, network->channels(), *arbiter, executor,
@@ -184,7 +188,7 @@ void Epoch::leave(void (*poll)(), Nanos timeout) {
   if (network) network->handOver(poll, timeout);
   std::call_once(departed_, [&] {
     if (network) network->leaveWithin(timeout);
-    arbiter->depart(Declared::kGone);
+    peers().depart(Declared::kGone);
     if (network) network->leave();
     wires->close();
   });

@@ -57,7 +57,7 @@ class Epoch {
 
   // Whether the group goes on in another epoch after a loss.
   bool mayBeReplaced() const { return shared.goesOn() && network; }
-  const PeerTable& peers() const { return arbiter->peers(); }
+  PeerView& peers() const { return arbiter->peers(); }
   // The order of rings between hosts; null if all ranks share memory.
   const HostRing* ring() const;
   // The cost model of the wires between hosts.

@@ -50,14 +50,16 @@ void Network::close() {
   for (net::Reactor::Timer timer : std::exchange(timers_, {})) reactor_->cancel(timer);
 }
 
-std::vector<Seat> Network::seats(const Hosts& hosts) {
+std::unique_ptr<PeerView> Network::view(const Hosts& hosts, const GroupOptions& options) {
   std::vector<Seat> seats;
   for (int r = 0; r < size_; ++r)
     seats.push_back({.page = &pages_[static_cast<size_t>(r)],
                      .process = {},
                      .name = hosts.nameOf(r),
                      .pid = hosts.hostOf(r) == hosts.hostOf(rank_) ? hosts.pidOf(r) : 0});
-  return seats;
+  auto view = std::make_unique<MirrorView>(rank_, std::move(seats), options, *this);
+  view_ = view.get();
+  return view;
 }
 
 // The one place that chooses between transports.
@@ -104,7 +106,7 @@ std::unique_ptr<Transport> Network::start(Arbiter& arbiter, const Hosts& hosts) 
         [this](int to, int, const std::function<void()>& poll) {
           return links_->dial(to, net::Purpose::kControl, 0, poll);
         },
-        arbiter, control);
+        *view_, control);
     {
       const std::lock_guard lock(calls_mutex_);
       control_ = std::move(ring);
@@ -220,11 +222,11 @@ void Network::callLater(Nanos delay, std::function<void()> then) {
 // ---- reports of the message forwarder
 
 void Network::onProgress(int) {
-  if (Arbiter* arbiter = arbiter_.load()) arbiter->wakeMessenger(rank_);
+  if (arbiter_.load()) view_->wakeMessenger(rank_);
 }
 
 void Network::broken(int rank, const std::string& how, bool damaged) {
-  arbiter_.load()->onDisconnect(rank, how, damaged);
+  view_->onDisconnect(rank, how, damaged);
 }
 
 }  // namespace ringreduce

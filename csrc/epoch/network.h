@@ -19,6 +19,7 @@
 #include "bootstrap/host_links.h"
 #include "control/control.h"
 #include "health/arbiter.h"
+#include "health/mirror_view.h"
 #include "p2p/engine.h"
 #include "p2p/message_forwarder.h"
 #include "transport/fabric.h"
@@ -33,11 +34,11 @@ class Network final : public PeerChannel, private net::MessageForwarder::Listene
   explicit Network(std::unique_ptr<HostLinks> links);
   ~Network() override;
 
-  // The ranks, with pages in this process's own memory.
-  std::vector<Seat> seats(const Hosts& hosts);
-  // Starts to report news to `arbiter`.  The ranks of the transport are in the order of `ring`. The
-  // transport must not outlive this object.  Call `leave` or `close` before the transport or the
-  // arbiter is destroyed.
+  // The view of the ranks, to which it then reports news.
+  std::unique_ptr<PeerView> view(const Hosts& hosts, const GroupOptions& options);
+  // Starts to report news to the view, which is that of `arbiter`.  The ranks of the transport are
+  // in the order of `ring`. The transport must not outlive this object.  Call `leave` or `close`
+  // before the transport or the arbiter is destroyed.
   std::unique_ptr<Transport> start(Arbiter& arbiter, const Hosts& hosts);
   // The channels for messages to and from each rank.
   std::vector<Engine::Wire> channels();
@@ -94,6 +95,7 @@ class Network final : public PeerChannel, private net::MessageForwarder::Listene
   const std::shared_ptr<net::Reactor> reactor_;
   std::unique_ptr<Fabric> fabric_;
   Transport* transport_ = nullptr;
+  MirrorView* view_ = nullptr;
   std::atomic<Arbiter*> arbiter_ = nullptr;
   Nanos leave_by_ = 0;                       // once it leaves
   std::vector<net::Reactor::Timer> timers_;  // of callLater; in the reactor's thread

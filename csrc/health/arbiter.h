@@ -1,6 +1,6 @@
-// The arbiter of a group decides why the group has failed.  It keeps the state of the ranks in a
-// PeerTable.  The functions of health/judge.h find the ranks that are late, lost, or called another
-// operation.
+// The arbiter of a group decides why the group has failed.  It has a
+// PeerView of the ranks.  The functions of health/judge.h find the ranks that are late, lost, or
+// called another operation.
 //
 // Sources report to it:
 //
@@ -33,10 +33,8 @@
 #include "base/op_signature.h"
 #include "base/wait_clock.h"
 #include "bootstrap/options.h"
-#include "control/control.h"
 #include "health/judge.h"
-#include "health/peer_table.h"
-#include "health/pulse.h"
+#include "health/peer_view.h"
 #include "health/verdict.h"
 #include "transport/shm/page.h"
 #include "transport/wait_guard.h"
@@ -48,11 +46,17 @@ inline constexpr char kGroupGoesOn[] =
     ". Messages that were under way are lost; the group goes on with its next collective.";
 inline constexpr char kGroupHasFailed[] = ". The group has failed: destroy it and make a new one.";
 
-class Arbiter final : public WaitGuard, public net::Control::Listener {
+// What a lost rank means for the group.
+enum class AfterLoss : uint8_t {
+  kFails,       // the group fails
+  kIsAbsent,    // the ranks share memory: operations go on without it
+  kNeedsEpoch,  // between hosts: this epoch ends, and the group goes on in another one
+};
+
+class Arbiter final : public WaitGuard {
  public:
-  // `channel` is null if all ranks share the pages.
-  Arbiter(int rank, std::vector<Seat> seats, const GroupOptions& options,
-          PeerChannel* channel = nullptr, const SharedOptions& shared = {});
+  // `min_ranks`: as in SharedOptions.
+  Arbiter(std::unique_ptr<PeerView> peers, AfterLoss on_loss, int min_ranks);
 
   // Starts an operation.  Throws if the group has failed.  `in_users_thread`: Ctrl-C can end it.
   // `why`: this rank did not come sooner.
@@ -71,12 +75,9 @@ class Arbiter final : public WaitGuard, public net::Control::Listener {
   // Between hosts: when the first data of another rank were there; 0: none were.
   Nanos firstData() const { return first_data_; }
   // Those of other ranks are off by this at most; kNever: this host's clock is not known.
-  Nanos arrivalError() const { return clock().isKnown() ? clock_error_ + their_error_ : kNever; }
+  Nanos arrivalError() const { return clock().isKnown() ? clock().error + their_error_ : kNever; }
   // How far this host's clock is ahead of the group's.  From any thread.
-  ClockOffset clock() const { return {.ahead = ahead_, .error = clock_error_}; }
-
-  // Marks this rank as leaving or gone.  Data that it posted stays readable.
-  void depart(Declared how);
+  ClockOffset clock() const { return peers_->clock(); }
 
   // ---- the failure
 
@@ -86,7 +87,7 @@ class Arbiter final : public WaitGuard, public net::Control::Listener {
   // The same for a rank that is lost or has left.  `when`: "during barrier #3".  `how`: why it is
   // lost, if the arbiter does not know.
   [[noreturn]] void failLost(int rank, const std::string& when, const std::string& how = {}) {
-    fail(lost(peers_, rank, when, how));
+    fail(lost(*peers_, rank, when, how));
   }
   // For a message to or from `ranks`, all of which are gone: fails the group if one of them is
   // lost.  If they have left, or the group survives losses, returns the error of this message
@@ -105,35 +106,10 @@ class Arbiter final : public WaitGuard, public net::Control::Listener {
 
   // ---- the state of ranks, from any thread
 
-  const PeerTable& peers() const { return peers_; }
-  RankPage& page(int rank) const { return peers_.page(rank); }
+  PeerView& peers() const { return *peers_; }
   // Waits briefly for the other ranks' progress before one is blamed for being late: this rank may
   // be the one that was stopped.  Throws if the group has failed.
   void refreshProgress() const;
-  void setAwaitedMessage(const AwaitedMessage& message) { peers_.setAwaitedMessage(message); }
-  void publishStreams(const StreamProgress& own) { peers_.publishStreams(own); }
-  void wakeMessenger(int rank);
-
-  // ---- sources; from any thread
-
-  // For ranks of this host, if the arbiter has no descriptors of their processes.
-  void onProcessEnded(int rank, const std::string& how);
-  // A connection for messages with that rank ended.  If the reason is not known soon, the group
-  // fails: messages are missing.  `damaged`: invalid bytes arrived, so no other
-  // reason will follow.  In the reactor's thread.
-  void onDisconnect(int rank, const std::string& how, bool damaged);
-
-  // ---- Control::Listener, in the reactor's thread
-  void onPeersLost(const std::vector<int>& ranks, Observed observed,
-                   const std::string& how) override;
-  void onDeparture(int rank, Declared how) override;
-  void onRemoteError(const GroupFailure& failure) override;
-  void onProgress(int rank, const net::Progress& progress) override {
-    peers_.recordProgress(rank, progress);
-  }
-  net::Progress ownProgress(uint64_t since) override { return peers_.ownProgress(since); }
-  std::vector<int> stoppedOnHost() override { return peers_.stoppedOnHost(); }
-  void onClock(const ClockOffset& offset) override;
 
   // ---- WaitGuard
   void poll(int rank, Ready ready) override;
@@ -142,8 +118,8 @@ class Arbiter final : public WaitGuard, public net::Control::Listener {
   void verify(int rank, const Announcement& theirs) override;
   [[noreturn]] void broken(int rank, const std::string& how) override;
   [[noreturn]] void disagree(int sender, int receiver, uint64_t sent, uint64_t expected) override;
-  PeerState stateOf(int rank) const override { return peers_.stateOf(rank); }
-  bool isAbsent(int rank) const override { return peers_.isAbsent(rank); }
+  PeerState stateOf(int rank) const override { return peers_->stateOf(rank); }
+  bool isAbsent(int rank) const override { return peers_->isAbsent(rank); }
   [[noreturn]] void endOperation(int rank) override;
 
  private:
@@ -151,16 +127,14 @@ class Arbiter final : public WaitGuard, public net::Control::Listener {
   void decide(const GroupFailure& failure);
   [[noreturn]] void throwFailure() const;
   Facts factsOf(int culprit, int reporter, bool is_final) const;
-  void wakeAll();
   // polling
   void compareSignatures();
   void blameMissing(int rank, Ready ready);
   // A loss in a group that survives it.
   void goOnWithout(int rank);
-  bool isLeftOut() const { return peers_.isLeftOut(); }
+  bool isLeftOut() const { return peers_->isLeftOut(); }
   void noteData(int rank, const Announcement& theirs);
   bool evict(int waited_for, const std::vector<int>& late, Ready ready);
-  void askNowAndThen();
   // blame
   // Rank `other` called another operation.  `sent` is the signature that it sent, if it sent one.
   // `about` is the sequence number if the mismatch is in an earlier operation.
@@ -172,27 +146,22 @@ class Arbiter final : public WaitGuard, public net::Control::Listener {
   std::string timedOut() const;
   std::string monitoredBarrierText(const std::vector<int>& late) const;
 
+  const std::unique_ptr<PeerView> peers_;
   const int rank_, size_;
   const GroupOptions& options_;
-  PeerChannel* const channel_;
+  const AfterLoss on_loss_;
   const int min_ranks_;
-  // What a loss means if the group goes on: in shared memory operations go on without that rank;
-  // between hosts this epoch ends, and the group goes on in another one.  Else it fails.
-  const bool goes_on_within_, needs_epoch_;
-  PeerTable peers_;
-  Verdict verdict_{peers_};
+  Verdict verdict_{*peers_};
   Nanos next_question_ = 0;
 
   Announcement current_;
   std::vector<Nanos> arrived_;  // by rank; 0: not known
   std::vector<Inherited> why_;  // of those that have arrived
   Nanos first_data_ = 0, their_error_ = 0;
-  std::atomic<Nanos> ahead_{0}, clock_error_;
   uint64_t history_ = 0;
   bool inline_ = false, has_more_time_ = false;
   WaitClock wait_{kNever, kNever, 0};
   std::atomic<bool> in_monitored_barrier_{false};  // also read by waits for messages
-  std::unique_ptr<Pulse> pulse_;
 };
 
 }  // namespace ringreduce

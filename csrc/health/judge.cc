@@ -8,16 +8,8 @@
 namespace ringreduce {
 namespace {
 
-// The sum of all flags that the rank has moved: how far it has come.
-uint64_t progressOf(const PeerTable& peers, int r) {
-  RankPage& own = peers.page(r);
-  return own.posted.observe() + own.reduced.observe() + own.done.observe() +
-         peers.page((r + 1) % peers.size()).inbound.observe() +
-         peers.page((r + peers.size() - 1) % peers.size()).outbound.observe();
-}
-
 // Some of these ranks may wait for others of them.  Returns those that wait for none.
-std::vector<int> freeOf(const PeerTable& peers, const std::vector<int>& ranks) {
+std::vector<int> freeOf(const PeerView& peers, const std::vector<int>& ranks) {
   std::vector<int> free = ranks;
   std::erase_if(free, [&](int r) { return peers.heldUpBy(r) != r; });
   return free.empty() ? ranks : free;
@@ -30,7 +22,7 @@ struct Absent {
   std::vector<int> last, others;
 };
 
-Absent absentFrom(const PeerTable& peers, const OpSignature& operation,
+Absent absentFrom(const PeerView& peers, const OpSignature& operation,
                   const std::function<uint64_t(int rank)>& announced) {
   std::vector<int> absent, last;
   uint64_t least = UINT64_MAX;
@@ -51,7 +43,7 @@ Absent absentFrom(const PeerTable& peers, const OpSignature& operation,
 }
 
 // Of the ranks that a message to or from `peer` waits for, the stopped ones, or else all.
-std::vector<int> awaited(const PeerTable& peers, int peer) {
+std::vector<int> awaited(const PeerView& peers, int peer) {
   if (peer >= 0) return {peer};
   const std::vector<int> others = otherRanks(peers.rank(), peers.size());
   const std::vector<int> stopped = peers.stoppedOf(others);
@@ -62,7 +54,7 @@ std::vector<int> awaited(const PeerTable& peers, int peer) {
 
 // ---- late
 
-Finding late(const PeerTable& peers, const OpSignature& operation, int waited_for) {
+Finding late(const PeerView& peers, const OpSignature& operation, int waited_for) {
   const auto [last, others] =
       absentFrom(peers, operation, [&](int r) { return peers.page(r).announced.observe(); });
   if (!last.empty())
@@ -76,8 +68,7 @@ Finding late(const PeerTable& peers, const OpSignature& operation, int waited_fo
   for (int r = 0; r < peers.size() && !stopped; ++r) {
     if (r == peers.rank() || peers.isAbsent(r)) continue;
     stopped = peers.isStopped(r);
-    if (stopped || (!peers.areMirrors() && progressOf(peers, r) < progressOf(peers, slowest)))
-      slowest = r;
+    if (stopped || peers.progressOf(r) < peers.progressOf(slowest)) slowest = r;
   }
   if (!stopped) slowest = peers.heldUpBy(slowest);
   return {Failure::kTimeout,
@@ -86,7 +77,7 @@ Finding late(const PeerTable& peers, const OpSignature& operation, int waited_fo
                                         : " arrived but has not done its part")};
 }
 
-Finding lateInStream(const PeerTable& peers, const OpSignature& operation,
+Finding lateInStream(const PeerView& peers, const OpSignature& operation,
                      const std::function<uint64_t(int rank)>& announced,
                      const std::function<Finding()>& unfinished) {
   if (const std::vector<int> last = absentFrom(peers, operation, announced).last; !last.empty())
@@ -97,13 +88,13 @@ Finding lateInStream(const PeerTable& peers, const OpSignature& operation,
   return {Failure::kTimeout, stopped, peers.whereabouts(stopped) + " came, and then stood still"};
 }
 
-Finding undone(const PeerTable& peers, int peer, const std::string& missing) {
+Finding undone(const PeerView& peers, int peer, const std::string& missing) {
   const std::vector<int> ranks = awaited(peers, peer);
   return {Failure::kTimeout, ranks,
           ranks.empty() ? "there is no other rank to send it" : peers.whereabouts(ranks) + missing};
 }
 
-Finding lateMessage(const PeerTable& peers, int peer, const std::string& missing) {
+Finding lateMessage(const PeerView& peers, int peer, const std::string& missing) {
   Finding late = undone(peers, peer, missing);
   if (peer < 0) return late;
   if (const int culprit = peers.heldUpBy(peer); culprit != peer) {
@@ -117,8 +108,7 @@ Finding lateMessage(const PeerTable& peers, int peer, const std::string& missing
 
 // ---- differs
 
-Finding differs(const PeerTable& peers, PeerTable::Census found, int other,
-                const OpSignature* sent) {
+Finding differs(const PeerView& peers, PeerView::Census found, int other, const OpSignature* sent) {
   auto& [sequence, parties, complete] = found;
   // All announced the same, but the data that came were of another operation.
   if (parties.size() == 1 && sent) {
@@ -126,10 +116,10 @@ Finding differs(const PeerTable& peers, PeerTable::Census found, int other,
     parties.push_back({.operation = *sent, .ranks = {other}});
   }
   const auto right = std::ranges::max_element(
-      parties, {}, [](const PeerTable::Party& party) { return party.ranks.size(); });
-  Finding blame{.kind = Failure::kMismatch,
-                .text = "ranks disagree on operation #" + std::to_string(sequence) + ": "};
-  for (const PeerTable::Party& party : parties) {
+      parties, {}, [](const PeerView::Party& party) { return party.ranks.size(); });
+  Finding blame{
+      Failure::kMismatch, {}, "ranks disagree on operation #" + std::to_string(sequence) + ": "};
+  for (const PeerView::Party& party : parties) {
     if (party.ranks == right->ranks) continue;
     blame.ranks.insert(blame.ranks.end(), party.ranks.begin(), party.ranks.end());
     blame.text +=
@@ -142,7 +132,7 @@ Finding differs(const PeerTable& peers, PeerTable::Census found, int other,
 
 // ---- lost
 
-Finding lost(const PeerTable& peers, int rank, const std::string& when, const std::string& how) {
+Finding lost(const PeerView& peers, int rank, const std::string& when, const std::string& how) {
   const PeerState state = peers.stateOf(rank);
   const std::string why = state.isLost() ? peers.howLost(rank) : state.isHere() ? how : "";
   return {
@@ -151,7 +141,7 @@ Finding lost(const PeerTable& peers, int rank, const std::string& when, const st
       peers.who(rank) + (why.empty() ? " has left the group" : " is lost: " + why) + " " + when};
 }
 
-Finding gone(const PeerTable& peers, const std::vector<int>& ranks, const std::string& doing) {
+Finding gone(const PeerView& peers, const std::vector<int>& ranks, const std::string& doing) {
   const std::string waited =
       "; rank " + peers.options().shown(peers.rank()) + " waited to " + doing;
   for (int r : ranks)

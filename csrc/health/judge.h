@@ -11,7 +11,7 @@
 
 #include "base/error.h"
 #include "base/op_signature.h"
-#include "health/peer_table.h"
+#include "health/peer_view.h"
 
 namespace ringreduce {
 
@@ -26,35 +26,34 @@ struct Finding {
 // ---- late
 
 // In a collective, in which this rank waits for rank `waited_for`.
-Finding late(const PeerTable& peers, const OpSignature& operation, int waited_for);
+Finding late(const PeerView& peers, const OpSignature& operation, int waited_for);
 
 // In a stream.  `announced`: how many operations that rank has announced.  `unfinished`: the
 // finding if all have come, and none is stopped.
-Finding lateInStream(const PeerTable& peers, const OpSignature& operation,
+Finding lateInStream(const PeerView& peers, const OpSignature& operation,
                      const std::function<uint64_t(int rank)>& announced,
                      const std::function<Finding()>& unfinished);
 
 // In a message to or from `peer` (-1: from any rank).  `missing`: what it has not done, " did not
 // send it".  That rank may itself wait for a third one in a collective, which is to blame then.
-Finding lateMessage(const PeerTable& peers, int peer, const std::string& missing);
+Finding lateMessage(const PeerView& peers, int peer, const std::string& missing);
 // The same without looking who else is late.
-Finding undone(const PeerTable& peers, int peer, const std::string& missing);
+Finding undone(const PeerView& peers, int peer, const std::string& missing);
 
 // ---- differs
 
 // In collectives: the largest party is right; of equal ones, the first, which has the lowest rank.
 // `sent`: what rank `other` sent, or null; it counts if all announced the same.
-Finding differs(const PeerTable& peers, PeerTable::Census found, int other,
-                const OpSignature* sent);
+Finding differs(const PeerView& peers, PeerView::Census found, int other, const OpSignature* sent);
 
 // ---- lost
 
 // That rank is lost or has left, or is neither, but `how` says why it cannot be reached.  `when`:
 // "during barrier #3".
-Finding lost(const PeerTable& peers, int rank, const std::string& when, const std::string& how);
+Finding lost(const PeerView& peers, int rank, const std::string& when, const std::string& how);
 
 // A message to or from `ranks` is over, which are all gone.  kNone: they have left, and none of
 // them is lost.
-Finding gone(const PeerTable& peers, const std::vector<int>& ranks, const std::string& doing);
+Finding gone(const PeerView& peers, const std::vector<int>& ranks, const std::string& doing);
 
 }  // namespace ringreduce

@@ -14,13 +14,13 @@
 #include <string>
 
 #include "base/error.h"
-#include "health/peer_table.h"
+#include "health/peer_view.h"
 
 namespace ringreduce {
 
 class Verdict {
  public:
-  explicit Verdict(const PeerTable& peers) : peers_(peers) {}
+  explicit Verdict(const PeerView& peers) : peers_(peers) {}
 
   // Of the ranks in the word, which has 24 bits for each; as the culprit it is kNobody.
   static constexpr int kLargestRank = 0xffffff;
@@ -58,7 +58,7 @@ class Verdict {
   std::atomic_ref<uint64_t> word() const { return std::atomic_ref(peers_.page(0).failure); }
   uint64_t value() const { return word().load(std::memory_order_acquire); }
 
-  const PeerTable& peers_;
+  const PeerView& peers_;
   std::mutex mutex_;
 };
 

@@ -124,11 +124,11 @@ bool Messenger::pass(Nanos at) {
     others_wait = driven_ && driver_ != std::this_thread::get_id();
   }
   for (int r : touched)
-    if (r != rank_ || others_wait) arbiter_.wakeMessenger(r);
+    if (r != rank_ || others_wait) arbiter_.peers().wakeMessenger(r);
   if (over.empty()) return moved;
   finish(over, nullptr);
   // The driver may sleep and wait for a message that this thread has just finished.
-  if (others_wait) wakeSleeper(arbiter_.page(rank_).messenger_wake_word);
+  if (others_wait) wakeSleeper(arbiter_.peers().page(rank_).messenger_wake_word);
   notifyUsers();
   return true;
 }
@@ -258,7 +258,7 @@ class Messenger::Clock {
 void Messenger::checkWait(const Delivery& delivery, Clock& clock) {
   if (!clock.isDue()) return;
   const Message& m = delivery.message;
-  arbiter_.setAwaitedMessage(
+  arbiter_.peers().setAwaitedMessage(
       {.exists = true, .is_send = m.direction == Message::Direction::kSend, .peer = m.peer});
   try {
     if (options_.interrupt) options_.interrupt();
@@ -293,7 +293,7 @@ bool Messenger::await(Delivery& delivery, Nanos longest, Nanos timeout) {
       thread_drives = m.driven_ && m.driver_ == m.thread_.get_id();
     }
     ~User() {
-      messenger.arbiter_.setAwaitedMessage({});
+      messenger.arbiter_.peers().setAwaitedMessage({});
       const std::lock_guard lock(messenger.mutex_);
       --messenger.users_;
       messenger.notifyThread();
@@ -301,7 +301,8 @@ bool Messenger::await(Delivery& delivery, Nanos longest, Nanos timeout) {
     Messenger& messenger;
     bool thread_drives;
   } const user(*this, delivery, clock.startedAt());
-  if (user.thread_drives) wakeSleeper(arbiter_.page(rank_).messenger_wake_word);  // it makes way
+  if (user.thread_drives)
+    wakeSleeper(arbiter_.peers().page(rank_).messenger_wake_word);  // it makes way
 
   while (!delivery.isDone()) {
     std::unique_lock lock(mutex_);
@@ -340,7 +341,7 @@ bool Messenger::await(Delivery& delivery, Nanos longest, Nanos timeout) {
 
 // Until a peer wakes this rank, or for a few milliseconds.
 void Messenger::sleep(const Delivery* waited_for) {
-  uint32_t& word = arbiter_.page(rank_).messenger_wake_word;
+  uint32_t& word = arbiter_.peers().page(rank_).messenger_wake_word;
   std::atomic_ref(word).store(1, std::memory_order_seq_cst);
   const bool moved = pass();
   const bool done = waited_for ? waited_for->isDone() : wantedByUsers();
@@ -433,7 +434,7 @@ void Messenger::stop(void (*poll)(), Nanos timeout) {
       Error(Failure::kAborted, "rank " + options_.shown(rank_) + " left group '" + options_.name +
                                    "' before a message that it was to receive had come"));
   fail(std::move(given_up), left);
-  if (first) arbiter_.depart(Declared::kLeaving);
+  if (first) arbiter_.peers().depart(Declared::kLeaving);
   const auto sending = [&] {
     const std::lock_guard lock(mutex_);
     return !engine_.pending().empty();
@@ -468,7 +469,7 @@ void Messenger::stop(void (*poll)(), Nanos timeout) {
     // The thread cannot join itself: a later call from another thread does.
     if (thread_.get_id() != std::this_thread::get_id()) thread.swap(thread_);
   }
-  wakeSleeper(arbiter_.page(rank_).messenger_wake_word);
+  wakeSleeper(arbiter_.peers().page(rank_).messenger_wake_word);
   if (thread.joinable()) thread.join();
 }
 

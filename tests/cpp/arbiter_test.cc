@@ -9,6 +9,8 @@
 #include <vector>
 
 #include "check.h"
+#include "health/mirror_view.h"
+#include "health/shared_view.h"
 #include "ranks.h"
 
 using namespace ringreduce;
@@ -42,14 +44,18 @@ struct One {
       for (Announcement& announcement : page.announcements) announcement.sequence = kNoOperation;
       seats.push_back({.page = &page, .process = {}, .name = "a process", .pid = 0});
     }
-    SharedOptions shared;
-    if (min_ranks > 0) shared = {.on_loss = OnLoss::kContinue, .min_ranks = min_ranks};
-    arbiter = std::make_unique<Arbiter>(rank, std::move(seats), options,
-                                        min_ranks > 0 ? nullptr : &others, shared);
+    std::unique_ptr<PeerView> view;
+    if (min_ranks > 0)
+      view = std::make_unique<SharedView>(rank, std::move(seats), options, true);
+    else
+      view = std::make_unique<MirrorView>(rank, std::move(seats), options, others);
+    mirrors = dynamic_cast<MirrorView*>(view.get());
+    arbiter = std::make_unique<Arbiter>(
+        std::move(view), min_ranks > 0 ? AfterLoss::kIsAbsent : AfterLoss::kFails, min_ranks);
   }
   void see(int rank, uint64_t announced, const Announcement& last, int waits_for,
            const std::vector<Announcement>& earlier = {}) const {
-    arbiter->onProgress(rank, {announced, last, earlier, waits_for, false});
+    mirrors->onProgress(rank, {announced, last, earlier, waits_for, false});
   }
   // Waits for a rank that does not come.
   void poll(int rank) const {
@@ -61,6 +67,7 @@ struct One {
   Others others;
   const std::unique_ptr<RankPage[]> pages;
   std::unique_ptr<Arbiter> arbiter;
+  MirrorView* mirrors = nullptr;  // its view, if they do not share memory
 };
 
 Announcement barrier(uint64_t sequence) {
@@ -203,18 +210,18 @@ TEST(a_rank_is_gone_once_all_its_messages_have_arrived) {
   One one(0, 4);
   Arbiter& arbiter = *one.arbiter;
   one.others.connected = true;
-  arbiter.onPeersLost({1}, Observed::kEnded, "its process ended");
+  one.mirrors->onPeersLost({1}, Observed::kEnded, "its process ended");
   CHECK(arbiter.stateOf(1).isLost() && !arbiter.stateOf(1).isGone());
-  arbiter.onDeparture(2, Declared::kLeaving);
+  one.mirrors->onDeparture(2, Declared::kLeaving);
   CHECK(!arbiter.stateOf(2).isHere() && !arbiter.stateOf(2).isLost());
-  arbiter.onDeparture(2, Declared::kGone);
+  one.mirrors->onDeparture(2, Declared::kGone);
   CHECK(arbiter.stateOf(2).mayStillSend() && !arbiter.stateOf(2).isGone());
   // A rank that cannot be reached sends nothing more.
-  arbiter.onPeersLost({3}, Observed::kUnreachable, "no packet from its host came for 3 s");
+  one.mirrors->onPeersLost({3}, Observed::kUnreachable, "no packet from its host came for 3 s");
   CHECK(arbiter.stateOf(3).isGone());
   one.others.connected = false;
   for (int r : {1, 2, 3}) {
-    arbiter.onDisconnect(r, "nobody knows why", false);
+    one.mirrors->onDisconnect(r, "nobody knows why", false);
     CHECK(arbiter.stateOf(r).isGone());
     one.others.later();
   }
@@ -225,7 +232,7 @@ TEST(a_rank_is_gone_once_all_its_messages_have_arrived) {
 
 TEST(a_connection_that_ended_unexplained_ends_the_group) {
   One one(0, 2);
-  one.arbiter->onDisconnect(1, "nobody knows why", false);
+  one.mirrors->onDisconnect(1, "nobody knows why", false);
   one.others.later();
   CHECK(ranks::failureOf([&] { one.arbiter->check(); },
                          "rank 1 (a process) is lost: nobody knows") == Failure::kPeerLost);
@@ -238,8 +245,8 @@ TEST(a_rank_that_is_lost_ends_a_wait_for_another) {
   bool come = false;
   auto ready = [&] { return come; };
   arbiter.idle(Ready(ready));
-  arbiter.onDeparture(1, Declared::kGone);  // it may have left after this operation
-  arbiter.onPeersLost({2}, Observed::kEnded, "its process ended");
+  one.mirrors->onDeparture(1, Declared::kGone);  // it may have left after this operation
+  one.mirrors->onPeersLost({2}, Observed::kEnded, "its process ended");
   const Nanos heard = now();
   const auto wait = [&] {
     for (const Nanos end = heard + 10 * kSecond; now() < end;) arbiter.idle(Ready(ready));
@@ -255,13 +262,13 @@ TEST(a_rank_that_is_lost_ends_a_wait_for_another) {
 // Others learn whose message it waits for, and that it waits for none any more.
 TEST(the_progress_of_a_rank_names_the_rank_that_it_waits_for) {
   One one(0, 3);
-  CHECK_EQ(one.arbiter->ownProgress(kNoOperation).waits_for, -1);
+  CHECK_EQ(one.mirrors->ownProgress(kNoOperation).waits_for, -1);
   for (const bool is_send : {false, true})
     for (const int peer : {-1, 0, 1, 2}) {
-      one.arbiter->setAwaitedMessage({.exists = true, .is_send = is_send, .peer = peer});
-      CHECK_EQ(one.arbiter->ownProgress(kNoOperation).waits_for, peer);
-      one.arbiter->setAwaitedMessage({});
-      CHECK_EQ(one.arbiter->ownProgress(kNoOperation).waits_for, -1);
+      one.mirrors->setAwaitedMessage({.exists = true, .is_send = is_send, .peer = peer});
+      CHECK_EQ(one.mirrors->ownProgress(kNoOperation).waits_for, peer);
+      one.mirrors->setAwaitedMessage({});
+      CHECK_EQ(one.mirrors->ownProgress(kNoOperation).waits_for, -1);
     }
   one.see(1, 0, {}, 2);
   CHECK(one.arbiter->peers().whereabouts({1}) ==
@@ -271,7 +278,7 @@ TEST(the_progress_of_a_rank_names_the_rank_that_it_waits_for) {
 TEST(a_rank_that_is_lost_does_not_end_a_wait_that_is_over) {
   One one(0, 2);
   one.arbiter->begin(barrier(0), kNever, false);
-  one.arbiter->onPeersLost({1}, Observed::kUnreachable, "no packet from its host came for 3 s");
+  one.mirrors->onPeersLost({1}, Observed::kUnreachable, "no packet from its host came for 3 s");
   auto over = [] { return true; };
   for (const Nanos end = now() + kSecond; now() < end;) one.arbiter->idle(Ready(over));
   CHECK(!one.arbiter->failed());

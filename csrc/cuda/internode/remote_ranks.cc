@@ -27,7 +27,7 @@ Nanos RemoteRanks::askAfter() const {
 
 void RemoteRanks::announce(const OpSignature& what) {
   own_.announced = what.sequence + 1;
-  epoch_->arbiter->publishStreams(own_);
+  epoch_->peers().publishStreams(own_);
 }
 
 void RemoteRanks::advance(uint64_t, const Operations& under_way) {
@@ -35,7 +35,7 @@ void RemoteRanks::advance(uint64_t, const Operations& under_way) {
   own_.oldest = under_way.empty() ? OpSignature{.sequence = kNoOperation} : under_way.front().what;
   own_.begun = !under_way.empty() && under_way.front().begun_at != 0;
   if (own_.oldest.sequence != before) next_question_ = now() + askAfter();
-  epoch_->arbiter->publishStreams(own_);
+  epoch_->peers().publishStreams(own_);
 }
 
 uint64_t RemoteRanks::announcedBy(int rank) const {
