@@ -1,5 +1,7 @@
 """A machine with GPUs for gpu_check.py, made of programs that stand in for the real ones.
 
+    python stand_in_machine.py [options of gpu_check.py]     # in the environment of a StandIn
+
 A folder has libcuda.so.1 and every tool that gpu_check.py looks for.  What cmake "builds" is a
 program that takes ringreduce_cuda_perf's arguments and appends the lines of JSON that the real one
 would.
@@ -9,9 +11,11 @@ programs do.
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,17 +68,27 @@ elif "topo" in asked:
         print("\\t".join([f"GPU{i}"] + ["X" if i == j else link for j in range(gpus)] + ["0-7"]))
 elif "compute-apps" in asked:
     # Of another user: there all the time, and none of ours.
-    print(os.environ.get("STAND_IN_PROCESSES", "4242"))
+    print(4242)
+    if os.path.exists(stays := os.environ["STAND_IN_BUILD"] + "/stays"):
+        print(open(stays).read())
 """
 
-# STAND_IN_FAILS: a mode that ends with status 1; STAND_IN_REFUSES: one that is not possible.
+# What a mode does: STAND_IN_FAILS gives wrong sums, _REFUSES is not possible, _CRASHES, _HANGS with
+# a child in a session of its own, _LEAVES such a child, _STAYS on the GPU.
 PERF = """
-import json, os, sys
+import json, os, subprocess, sys, time
 mode = sys.argv[1]
+def does(what):
+    return mode == os.environ.get("STAND_IN_" + what)
+if does("HANGS") or does("LEAVES"):
+    subprocess.Popen(["/bin/sleep", "1000"], start_new_session=True)
+    time.sleep(1000 * does("HANGS"))
+if does("CRASHES"):
+    sys.exit("Error: it crashes")
 # Some options have no value; what then follows is never asked for.
 options = {key: value for key, value in zip(sys.argv[2:], sys.argv[3:]) if key.startswith("--")}
 gpus = int(os.environ["STAND_IN_GPUS"])
-if mode in os.environ.get("STAND_IN_REFUSES", "").split(","):
+if does("REFUSES"):
     print("skipped: no GPU (it refuses)")
     sys.exit(77)
 lines = []
@@ -87,6 +101,9 @@ for ranks in map(int, options.get("--ranks", "2").split(",")):
         for what in ("kill", "stop"):
             lines.append({**line, "mode": what, "algorithm": "ring", "raised_s": [0.5],
                           "pids": [os.getpid()]})
+        if does("STAYS"):
+            with open(os.environ["STAND_IN_BUILD"] + "/stays", "w") as file:
+                file.write(str(os.getpid()))
     elif mode == "bytes":
         print("==ERROR== ERR_NVGPUCTRPERM")
     else:
@@ -94,10 +111,11 @@ for ranks in map(int, options.get("--ranks", "2").split(",")):
         kernels = ("ring", "twoshot", "oneshot")
         if int(os.environ["STAND_IN_DISPLAYS"]):
             kernels = ("direct-staged",)
+        kernels = [name for name in kernels if name != os.environ.get("STAND_IN_WITHOUT")]
         for name in ("copy", "direct", *kernels, "nccl"):
             for size in (1024, 256 << 20):
                 lines.append({**line, **own, "algorithm": name, "bytes": size})
-if mode == os.environ.get("STAND_IN_FAILS"):
+if does("FAILS"):
     lines[-1]["wrong"] = 3
 with open(options["--json"], "a") as file:
     for line in lines:
@@ -123,6 +141,9 @@ CMAKE = """
 import os, stat, sys
 from pathlib import Path
 folder = Path(sys.argv[sys.argv.index("-B" if "-B" in sys.argv else "--build") + 1])
+for name in ("_C{suffix}", "_build_info.py"):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text("")
 (folder / "gpu_tests").mkdir(parents=True, exist_ok=True)
 perf = {perf!r}
 if "--target" in sys.argv:
@@ -131,6 +152,35 @@ if "--target" in sys.argv:
         program = folder / target if is_perf else folder / "gpu_tests" / target
         program.write_text(perf if is_perf else "#!/bin/sh\\nexit 0\\n")
         program.chmod(0o755)
+"""
+
+
+# Python with torch: what ringreduce.bench, benchmarks/ddp.py and pytest would write.
+PYTHON = """
+import json, sys
+def after(option):
+    return sys.argv[sys.argv.index(option) + 1]
+def write(path, content):
+    with open(path, "w") as file:
+        file.write(content if isinstance(content, str) else json.dumps(content))
+world = int(after("--nproc")) if "--nproc" in sys.argv else 0
+if "ringreduce.bench" in sys.argv:
+    found = {"seconds": [2e-6, 3e-6], "median_us": 2.5, "algbw": 1, "busbw": 1, "wrong": 0,
+             "same_bits": True}
+    row = {"dtype": "float32", "op": "SUM", "bytes": 1024,
+           "measurements": {"ours": found, "nccl": {**found, "wrong": 1}, "roofline": {}}}
+    write(after("--json"), {"collective": "all_reduce", "settings": {"world": world},
+                            "machine": {"sharing": True}, "rows": [row]})
+elif "--out" in sys.argv:
+    way = {"step": [1e-3, 2e-3], "median_s": 1e-3, "samples_per_s": 9, "exposed_s": None,
+           "wrong": 0, "same_bits": True}
+    model = {"name": "gpt2", "parameters": 10, "ways": {"stock": way, "ours": way}}
+    write(after("--out") + ".json", {
+        "settings": {"world": world, "sharing": True, "dtype": "bfloat16"}, "models": [model],
+        "titles": {"stock": "DDP, nccl", "ours": "DDP, ringreduce"}})
+elif "--junitxml" in sys.argv:
+    write(after("--junitxml"), '<testsuites><testsuite tests="3" failures="0" errors="0" '
+          'skipped="1"/></testsuites>')
 """
 
 
@@ -163,7 +213,9 @@ def make(folder: Path) -> Path:
     shebang = f"#!{sys.executable} -S\n"
     programs = {
         "nvidia-smi": shebang + NVIDIA_SMI,
-        "cmake": shebang + CMAKE.format(perf=shebang + PERF),
+        "cmake": shebang
+        + CMAKE.format(perf=shebang + PERF, suffix=sysconfig.get_config_var("EXT_SUFFIX")),
+        "python-with-torch": shebang + PYTHON,
         "ninja": "#!/bin/sh\n",
         "nvcc": "#!/bin/sh\necho 'Cuda compilation tools, release 13.0, V13.0.88'\n",
         "ncu": UNDER_A_TOOL,
@@ -186,3 +238,28 @@ def make(folder: Path) -> Path:
     ]
     subprocess.run(command, check=True)
     return folder
+
+
+def main() -> int:
+    """gpu_check.py where the stand-ins are all there is: none of this machine's tools is found."""
+    import gpu_check
+    import gpu_machine
+    import gpu_run
+
+    env, find = os.environ, gpu_machine.find_tool
+    torch = "2.11.0" if env.get("STAND_IN_TORCH") else ""
+    gpu_machine.TOOL_FOLDERS = ()
+    gpu_machine.package_places = list
+    gpu_machine.find_tool = lambda name: find(name) if name != env.get("STAND_IN_LACKS") else None
+    gpu_machine.find_torch = lambda toolkit: (torch, "" if torch else "this Python has no torch")
+    gpu_machine.find_nccl = lambda given, scratch: (None, "no NCCL")
+    gpu_run.Run.build = Path(env["STAND_IN_BUILD"])
+    gpu_run.Run.site = gpu_run.Run.build / "site"
+    gpu_run.Run.interpreter = shutil.which("python-with-torch")
+    if limit := env.get("STAND_IN_LIMIT"):
+        gpu_check.limit_of = lambda item: float(limit)
+    return gpu_check.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -35,7 +35,7 @@ HERE = Path(__file__).resolve().parent
 LOGS = HERE.parent.parent / "build" / "torch-suite"
 # What a worker may take beyond the limit that it keeps itself.
 GRACE = 60.0
-# By this gpu_check.py finds and ends what it started.
+# By this gpu_check.py (tests/cuda/gpu_run.py) finds and ends what it started.
 MARK = "RINGREDUCE_GPU_CHECK_MARK"
 # What it takes as a reason to skip.
 NOT_POSSIBLE = 77
