@@ -34,7 +34,7 @@ copyright = author = "the ringreduce authors"
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 root_doc = "README"
-include_patterns = ["*.md", "docs/**", "examples/tutorials/**"]
+include_patterns = ["*.md", "docs/**", "examples/tutorials/**", "tests/cuda/README.md"]
 exclude_patterns = ["build", "**/.*", ".*", "docs/upstream"]
 
 PAGES = {
@@ -64,7 +64,7 @@ PAGES = {
         "docs/api/programs",
     ),
     "Understand": ("docs/design", "docs/performance"),
-    "Develop": ("CONTRIBUTING", "SECURITY", "CHANGELOG"),
+    "Develop": ("CONTRIBUTING", "tests/cuda/README", "SECURITY", "CHANGELOG"),
 }
 
 html_theme = "furo"

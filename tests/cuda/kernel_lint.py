@@ -17,7 +17,7 @@ in the PTX, ptxas in the machine code (SASS) of every GPU that the build is for.
 It also fails if it did not read all of it: each family of kernels in both forms, and in the machine
 code each function that cuobjdump counts registers of.  Then each mistake of SEEDED is put into the
 text of a kernel, which the rules must refuse.  --table prints counts of two-shot and one-shot for
-docs/gpu.md instead.  Standard library only; cuobjdump, and nvdisasm that it calls, come with CUDA's
+people instead.  Standard library only; cuobjdump, and nvdisasm that it calls, come with CUDA's
 toolkit, and from pip.
 """
 
@@ -592,7 +592,7 @@ def try_seeds(kernels: list[Kernel], verbose: bool) -> list[str]:
     return missed
 
 
-# --- The table for docs/gpu.md --------------------------------------------------------------------
+# --- The table ------------------------------------------------------------------------------------
 
 
 def in_flight(kernel: Kernel) -> set[int]:
