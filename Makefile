@@ -238,7 +238,7 @@ nightly: build
 	$(BIN)/python -m pytest tests/test_bench_runs.py -q
 	RINGREDUCE_TEST_FULL=1 $(BIN)/python -m pytest tests -q \
 	  -k "2_to_the_31 or sigkill_amid or names_a_survivor or many_groups or burn_a_core or soak or \
-	  compiled_steps or properties"
+	  compiled_steps or properties or random_faults"
 	$(MAKE) torch-suite-tcp
 	$(MAKE) includes
 	$(CMAKE) -B build/single -DRINGREDUCE_UNITY=OFF -DRINGREDUCE_WERROR=ON \

@@ -1,6 +1,7 @@
-"""The examples as a user runs them: under torchrun, with gloo and with ringreduce, and the demo.
+"""The examples as a user runs them, with gloo and with ringreduce, and the demos.
 
-Losses of both backends are compared bit for bit.
+Losses of both backends are compared bit for bit.  The scripts run in ranks of the pool, as if
+torchrun had started them: test_launchers.py and test_net_torchrun.py have the real one.
 """
 
 import json
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,11 +17,17 @@ from typing import Any
 
 import launchers
 import pytest
+from conftest import MakeWorld
+from pool import Pool
+from scripts import as_by_torchrun
 
 pytestmark = pytest.mark.slow
 
 pytest.importorskip("tqdm")
 pytest.importorskip("sklearn")
+
+PRELOAD = ("sklearn.datasets", "sklearn.model_selection", "torch._dynamo", "tqdm")
+PRELOAD += ("torch.distributed.tensor.parallel", "torch.testing._internal.distributed.fake_pg")
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 MLP = ("train_mlp.py", "--steps", "6")
@@ -32,18 +40,28 @@ def run(command: list[str], seconds: float) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@cache
-def train(*example: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Trains an example on two ranks under torchrun; what each rank recorded."""
-    with TemporaryDirectory() as folder:
-        script = [str(EXAMPLES / example[0]), *example[1:], "--record", folder]
-        run(launchers.torchrun(2, *script), seconds=400)
-        first, second = (json.loads(Path(folder, f"rank{r}.json").read_text()) for r in (0, 1))
-    return first, second
+Records = tuple[dict[str, Any], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def train(pool: Pool, world: MakeWorld) -> Callable[..., Records]:
+    """Trains an example on two ranks; what each rank recorded."""
+
+    @cache
+    def records(*example: str) -> Records:
+        with TemporaryDirectory() as folder:
+            arguments = (*example[1:], "--record", folder)
+            as_by_torchrun(pool, world, EXAMPLES / example[0], 2, *arguments)
+            first, second = (json.loads(Path(folder, f"rank{r}.json").read_text()) for r in (0, 1))
+        return first, second
+
+    return records
 
 
 @pytest.mark.parametrize("example", [MLP, GPT], ids=["mlp", "gpt"])
-def test_ranks_have_equal_weights_and_learn(example: tuple[str, ...]) -> None:
+def test_ranks_have_equal_weights_and_learn(
+    train: Callable[..., Records], example: tuple[str, ...]
+) -> None:
     first, second = train(*example, "--backend", "gloo")
     assert first["weights_hash"] == second["weights_hash"]
     assert first["losses"] != second["losses"]  # each rank has its own share of the data
@@ -60,7 +78,7 @@ def test_ranks_have_equal_weights_and_learn(example: tuple[str, ...]) -> None:
     ],
 )
 def test_ringreduce_gives_the_bits_of_gloo(
-    example: tuple[str, ...], arguments: tuple[str, ...]
+    train: Callable[..., Records], example: tuple[str, ...], arguments: tuple[str, ...]
 ) -> None:
     base = train(*example, "--backend", "gloo")
     ours = train(*example, *arguments)
@@ -73,15 +91,18 @@ def test_ringreduce_gives_the_bits_of_gloo(
 @pytest.mark.parametrize(
     ("ranks", "compiler", "dtype"), [(2, "aot_eager", "float32"), (4, "none", "bfloat16")]
 )
-def test_tensor_parallel_text(ranks: int, compiler: str, dtype: str) -> None:
+def test_tensor_parallel_text(
+    pool: Pool, world: MakeWorld, ranks: int, compiler: str, dtype: str
+) -> None:
     """The program compares the scores with those of one rank, and with gloo's bits."""
-    size = ("--layers", "2", "--prompt", "8", "--tokens", "4", "--rounds", "2")
-    program = [str(EXAMPLES / "tensor_parallel.py"), "--compiler", compiler, "--dtype", dtype]
-    run(launchers.torchrun(ranks, *program, *size), seconds=400)
+    layers = "2" if compiler == "none" else "1"  # compiling each takes seconds
+    size = ("--layers", layers, "--prompt", "8", "--tokens", "4", "--rounds", "2")
+    program = (EXAMPLES / "tensor_parallel.py", ranks, "--compiler", compiler, "--dtype", dtype)
+    as_by_torchrun(pool, world, *program, *size)
 
 
 @pytest.mark.parametrize("options", [(), ("--fp16-allreduce",), ("--use-adasum",)])
-def test_horovod_script(options: tuple[str, ...]) -> None:
+def test_horovod_script(train: Callable[..., Records], options: tuple[str, ...]) -> None:
     first, second = train("horovod/mnist.py", "--epochs", "2", *options)
     assert first == second  # losses are averaged over the ranks
     assert first["losses"][-1] < first["losses"][0]

@@ -154,11 +154,25 @@ def test_a_reset_limit_ends_the_job(tmp_path: Path) -> None:
     assert "SIGKILL; the job ends, since 0 were started again (--reset-limit)" in done.stderr
 
 
-def test_without_a_reset_limit_others_go_on_if_they_are_enough() -> None:
-    program = 'import os, time; int(os.environ["RANK"]) and exit(3); time.sleep(5)'
+# Rank 0 ends after rank 1 has ended for the fourth time.
+FAILS = """
+import os, sys, time
+from pathlib import Path
+lives = Path(sys.argv[1])
+if os.environ["RANK"] == "1":
+    (lives / str(os.getpid())).touch()
+    sys.exit(3)
+while len(list(lives.iterdir())) < 4:
+    time.sleep(0.01)
+time.sleep(1)
+"""
+
+
+def test_without_a_reset_limit_others_go_on_if_they_are_enough(tmp_path: Path) -> None:
     for least, status in ((1, 0), (2, 1)):
-        arguments = ("-np", "2", "--min-np", str(least), sys.executable, "-c", program)
-        done = launch(*arguments)
+        (lives := tmp_path / str(least)).mkdir()
+        program = (sys.executable, "-c", FAILS, str(lives))
+        done = launch("-np", "2", "--min-np", str(least), *program)
         assert done.returncode == status, done.stderr
         assert done.stderr.count("rank 1 ended with exit status 3; it is started again") == 3
         assert "rank 1 ended with exit status 3; no restarts are left" in done.stderr

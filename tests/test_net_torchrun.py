@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
-from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+from conftest import MakeWorld
 from hosts import ROOT, Hosts, why_not
-from launchers import run, torchrun
+from pool import Pool
+from scripts import as_by_torchrun
 
 pytestmark = [
     pytest.mark.slow,
@@ -19,6 +20,8 @@ pytestmark = [
 ]
 pytest.importorskip("tqdm")
 pytest.importorskip("sklearn")
+
+PRELOAD = ("torch._dynamo", "tqdm")
 
 SCRIPT = [str(ROOT / "examples" / "train_gpt.py"), "--backend", "ringreduce", "--steps", "4"]
 SCRIPT += ["--layers", "1", "--width", "32", "--sync-pairs", "1", "--sample", "1"]
@@ -36,11 +39,10 @@ def records(folder: str, ranks: int) -> list[dict[str, Any]]:
     return [{key: record[key] for key in ("losses", "weights_hash")} for record in found]
 
 
-@cache
-def on_one_host(ranks: int) -> list[dict[str, Any]]:
+def on_one_host(pool: Pool, world: MakeWorld, ranks: int) -> list[dict[str, Any]]:
     with TemporaryDirectory() as folder:
-        done = run(torchrun(ranks, *SCRIPT, "--record", folder), FLAT)
-        assert done.returncode == 0, done.stderr
+        script = (Path(SCRIPT[0]), ranks, *SCRIPT[1:], "--record", folder)
+        as_by_torchrun(pool, world, *script, env=FLAT)
         return records(folder, ranks)
 
 
@@ -58,5 +60,7 @@ def on_two(per_host: int, meeting: str, more: dict[str, str]) -> list[dict[str, 
 @pytest.mark.parametrize(
     ("per_host", "meeting"), [(1, GIVEN), (2, RENDEZVOUS)], ids=["2x1", "2x2-rendezvous"]
 )
-def test_two_hosts_train_the_bits_of_one(per_host: int, meeting: str) -> None:
-    assert on_two(per_host, meeting, FLAT) == on_one_host(2 * per_host)
+def test_two_hosts_train_the_bits_of_one(
+    pool: Pool, world: MakeWorld, per_host: int, meeting: str
+) -> None:
+    assert on_two(per_host, meeting, FLAT) == on_one_host(pool, world, 2 * per_host)

@@ -6,8 +6,6 @@ Those that are about starting processes are started as their first lines say.
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import re
 import runpy
@@ -21,18 +19,17 @@ from typing import Any
 
 import launchers
 import pytest
+import scripts
 import torch
-import torch.distributed as dist
 from conftest import MakeWorld
-from launchers import environment
-from pool import Pool, Rank
+from pool import Pool
 from processes import free_port
+from scripts import as_by_torchrun
 
 pytestmark = pytest.mark.slow
 
 FOLDER = Path(__file__).resolve().parent.parent / "examples" / "tutorials"
 SCRIPTS = sorted(path.name for path in FOLDER.glob("*.py"))
-DEADLINE = 400.0  # seconds; a script takes about one
 SIZES = pytest.mark.parametrize("size", [2, 4])
 
 Printed = list[dict[str, Any]]  # by rank: what -> value
@@ -52,32 +49,10 @@ def read(text: str, size: int) -> Printed:
     return printed
 
 
-def run_script(me: Rank, name: str, arguments: list[str], env: dict[str, str]) -> str:
-    """A rank's job: runs a script as `python script`, and returns what it printed."""
-    output = io.StringIO()
-    before = sys.argv
-    sys.argv = [name, "--backend", me.backend, *(a.format(rank=me.rank) for a in arguments)]
-    try:
-        with environment({**env, "RANK": str(me.rank)}), contextlib.redirect_stdout(output):
-            runpy.run_path(str(FOLDER / name), run_name="__main__")
-    finally:
-        sys.argv = before
-    assert not dist.is_initialized()
-    return output.getvalue()
-
-
 def in_pool(pool: Pool, world: MakeWorld, name: str, size: int, *arguments: str) -> Printed:
     """Runs a script on ranks of the pool as if torchrun had started them."""
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    env = {
-        "WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(server.port),
-        # The store lives here, not in rank 0, as it does with torchrun.
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
-    call = pool.start(run_script, world(0), name, list(arguments), env, ranks=size)
-    return read("".join(call.results(DEADLINE)), size)
+    given = ("--backend", "ringreduce", *arguments)
+    return read("".join(as_by_torchrun(pool, world, FOLDER / name, size, *given)), size)
 
 
 def launched(command: list[str], size: int) -> Printed:
@@ -154,8 +129,7 @@ def test_synchronous_sgd(
     assert ranks[0]["ratio"] == pytest.approx(per_parameter / bucketed, rel=0.05)
 
 
-@SIZES
-def test_ddp_by_spawn(size: int) -> None:
+def test_ddp_by_spawn(size: int = 2) -> None:
     script = [str(FOLDER / "ddp_spawn.py"), "--backend", "ringreduce"]
     options = ["--world-size", str(size), "--port", str(free_port())]
     ranks = launched([sys.executable, *script, *options], size)
@@ -210,8 +184,8 @@ def test_distributed_sampler(pool: Pool, world: MakeWorld, size: int) -> None:
 def test_init_methods(pool: Pool, world: MakeWorld, tmp_path: Path, method: str, size: int) -> None:
     options = ["--method", method, "--rank", "{rank}", "--world-size", str(size)]
     options += ["--port", str(free_port()), "--file", str(tmp_path / "meeting")]
-    call = pool.start(run_script, world(0), "init_methods.py", options, {}, ranks=size)
-    printed = read("".join(call.results(DEADLINE)), size)
+    script = (FOLDER / "init_methods.py", size, "--backend", "ringreduce", *options)
+    printed = read("".join(scripts.in_pool(pool, world, *script)), size)
     assert printed == [{"sum": size * (size + 1) // 2}] * size
 
 

@@ -40,13 +40,26 @@ void overSockets(int size, const std::function<void(Group&)>& body, Nanos timeou
   processes::inGroup(size, body, {.name = "test", .timeout = timeout}, doomed);
 }
 
-// Runs body in a process for each rank; rank r is on the host of letter r.
-processes::Ends onHosts(const std::string& letters, const std::function<void(int, Store&)>& body) {
-  processes::SharedStore store;
-  return processes::run(static_cast<int>(letters.size()), [&](int r) {
+// Runs body(i, rank, store) in a process for each rank of `count` groups, which wait at the same
+// time; rank r is on the host of letter r.
+std::vector<processes::Ends> onHostsAtOnce(size_t count, const std::string& letters,
+                                           const std::function<void(size_t, int, Store&)>& body) {
+  std::vector<processes::SharedStore> stores(count);
+  const int size = static_cast<int>(letters.size());
+  const processes::Ends all = processes::run(static_cast<int>(count) * size, [&](int process) {
+    const int r = process % size;
+    const auto group = static_cast<size_t>(process / size);
     const ranks::Setting host("RINGREDUCE_HOSTID", letters.substr(static_cast<size_t>(r), 1));
-    body(r, store);
+    body(group, r, stores[group]);
   });
+  std::vector<processes::Ends> by_group;
+  for (auto begin = all.begin(); begin != all.end(); begin += size)
+    by_group.emplace_back(begin, begin + size);
+  return by_group;
+}
+
+processes::Ends onHosts(const std::string& letters, const std::function<void(int, Store&)>& body) {
+  return onHostsAtOnce(1, letters, [&](size_t, int r, Store& store) { body(r, store); })[0];
 }
 
 // This process's connections.
@@ -193,24 +206,24 @@ TEST(a_rank_that_is_stopped_while_a_group_is_made_is_named_by_all) {
     int victim;
     std::string get;
   };
-  auto& pid = shared<std::atomic<pid_t>>();
-  auto& ended = shared<std::atomic<int>>();
   // At the rendezvous, and before the control ring.
-  for (const Case& c : {Case{0, "/rank/1"}, {0, "/failed"}, {1, "/failed"}, {3, "/failed"}}) {
-    pid = ended = 0;
-    const processes::Ends ends = onHosts("aabb", [&](int r, Store& store) {
-      StoppingStore stopping(store, c.get);
-      if (r == c.victim) pid = getpid();
-      CHECK(failureOf(
-                [&] {
-                  Group::create(r == c.victim ? static_cast<Store&>(stopping) : store, r, 4,
-                                {.name = "test", .timeout = kSecond});
-                },
-                "rank " + std::to_string(c.victim) + " ") == Failure::kTimeout);
-      if (r != c.victim && ++ended == 3) kill(pid, SIGCONT);
-    });
+  const std::vector<Case> cases{{0, "/rank/1"}, {0, "/failed"}, {1, "/failed"}, {3, "/failed"}};
+  auto& pids = shared<std::atomic<pid_t>[4]>();
+  auto& ended = shared<std::atomic<int>[4]>();
+  const auto groups = onHostsAtOnce(cases.size(), "aabb", [&](size_t i, int r, Store& store) {
+    const Case& c = cases[i];
+    StoppingStore stopping(store, c.get);
+    if (r == c.victim) pids[i] = getpid();
+    CHECK(failureOf(
+              [&] {
+                Group::create(r == c.victim ? static_cast<Store&>(stopping) : store, r, 4,
+                              {.name = "test", .timeout = kSecond});
+              },
+              "rank " + std::to_string(c.victim) + " ") == Failure::kTimeout);
+    if (r != c.victim && ++ended[i] == 3) kill(pids[i], SIGCONT);
+  });
+  for (const processes::Ends& ends : groups)
     for (const std::string& end : ends) CHECK_EQ(end, "");
-  }
 }
 
 TEST(a_rank_leaves_within_its_timeout_beside_a_stopped_one) {
@@ -339,7 +352,6 @@ TEST(what_cannot_be_read_of_one_ranks_settings_is_told_to_all) {
 
 // As where the process of rank 0 holds the store and ends with its error.
 TEST(why_no_group_is_made_is_known_to_all_before_the_store_goes) {
-  auto& gone = shared<std::atomic<bool>>();
   class Passing final : public Store {
    public:
     Passing(Store& store, const std::atomic<bool>& over, int pause_ms, std::string fails_at)
@@ -375,30 +387,31 @@ TEST(why_no_group_is_made_is_known_to_all_before_the_store_goes) {
     int fails = -1;  // this rank, while it waits for connections
   };
   const char* orders = "RINGREDUCE_RING is not set at rank 0 (pid ";
-  for (const Case& c :
-       {Case{"RINGREDUCE_PORTS", {"1-0", "", ""}, "RINGREDUCE_PORTS=1-0"},
-        {"RINGREDUCE_PORTS", {"", "", "1-0"}, "RINGREDUCE_PORTS=1-0"},
-        {"RINGREDUCE_RING", {"", "0,2,1", "0,2,1"}, orders},
-        {"RINGREDUCE_RING", {"", "", "0,2,1"}, orders},
-        {"RINGREDUCE_RING", {"0,1", "0,1", "0,1"}, "is no order for group 'test'"},
-        {"RINGREDUCE_TLS", {"1", "", ""}, net::Tls::isBuiltIn() ? "1 is set on rank 0 (pid " : ""},
-        {"RINGREDUCE_TLS", {"", "", "1"}, net::Tls::isBuiltIn() ? "1 is set on rank 2 (pid " : ""},
-        {"RINGREDUCE_LOG", {"", "", ""}, "(no such answer)", 0},
-        {"RINGREDUCE_LOG", {"", "", ""}, "(no such answer)", 1}}) {
-    gone = false;
-    const processes::Ends ends = onHosts("abc", [&](int r, Store& store) {
-      const ranks::Setting setting(c.name, c.values[static_cast<size_t>(r)]);
-      Passing passing(store, gone, std::vector{0, 20, 100}[static_cast<size_t>(r)],
-                      r == c.fails ? "/failed" : "");
-      try {
-        Group::create(passing, r, 3, {.name = "test", .timeout = 30 * kSecond});
-      } catch (...) {
-        if (r == 0) gone = true;
-        throw;
-      }
-    });
-    for (const std::string& end : ends) CHECK(end.find(c.words) != std::string::npos);
-  }
+  const std::vector<Case> cases{
+      {"RINGREDUCE_PORTS", {"1-0", "", ""}, "RINGREDUCE_PORTS=1-0"},
+      {"RINGREDUCE_PORTS", {"", "", "1-0"}, "RINGREDUCE_PORTS=1-0"},
+      {"RINGREDUCE_RING", {"", "0,2,1", "0,2,1"}, orders},
+      {"RINGREDUCE_RING", {"", "", "0,2,1"}, orders},
+      {"RINGREDUCE_RING", {"0,1", "0,1", "0,1"}, "is no order for group 'test'"},
+      {"RINGREDUCE_TLS", {"1", "", ""}, net::Tls::isBuiltIn() ? "1 is set on rank 0 (pid " : ""},
+      {"RINGREDUCE_TLS", {"", "", "1"}, net::Tls::isBuiltIn() ? "1 is set on rank 2 (pid " : ""},
+      {"RINGREDUCE_LOG", {"", "", ""}, "(no such answer)", 0},
+      {"RINGREDUCE_LOG", {"", "", ""}, "(no such answer)", 1}};
+  auto& gone = shared<std::atomic<bool>[9]>();
+  const auto groups = onHostsAtOnce(cases.size(), "abc", [&](size_t i, int r, Store& store) {
+    const Case& c = cases[i];
+    const ranks::Setting setting(c.name, c.values[static_cast<size_t>(r)]);
+    Passing passing(store, gone[i], std::vector{0, 20, 100}[static_cast<size_t>(r)],
+                    r == c.fails ? "/failed" : "");
+    try {
+      Group::create(passing, r, 3, {.name = "test", .timeout = 30 * kSecond});
+    } catch (...) {
+      if (r == 0) gone[i] = true;
+      throw;
+    }
+  });
+  for (size_t i = 0; i < cases.size(); ++i)
+    for (const std::string& end : groups[i]) CHECK(end.find(cases[i].words) != std::string::npos);
 }
 
 TEST(a_store_that_goes_is_an_error_of_a_named_rank) {
