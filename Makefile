@@ -219,7 +219,7 @@ test-python: build
 # The files that show most of c10d in the time.  Over sockets, any others would run too, but for those
 # about shared memory.
 C10D_TESTS = $(patsubst %,tests/test_%.py,rules mismatch messages moving backend groups work coalescing \
-  objects errors properties hook sharded)
+  objects properties hook sharded)
 test-c10d: build
 	$(BIN)/python -m pytest $(C10D_TESTS) -q -n 3 --dist loadfile
 
