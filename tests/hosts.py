@@ -29,7 +29,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -204,7 +203,7 @@ class Job:
             process.wait()
 
 
-class Hosts:
+class Hosts(contextlib.AbstractContextManager["Hosts"]):
     """Hosts and the lines between them. A context manager.
 
     `veth`: the kernel carries the packets, which costs less but knows no delay and no loss; then a
@@ -259,15 +258,7 @@ class Hosts:
             self.close()
             raise
 
-    def __enter__(self) -> Hosts:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __getitem__(self, number: int) -> Host:

@@ -6,7 +6,6 @@ import contextlib
 import io
 import runpy
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch.distributed as dist
@@ -33,12 +32,7 @@ def run_script(me: Rank, script: str, arguments: list[str], env: dict[str, str])
 
 
 def as_by_torchrun(
-    pool: Pool,
-    world: MakeWorld,
-    script: Path,
-    size: int,
-    *arguments: str,
-    env: Mapping[str, str] = {},
+    pool: Pool, world: MakeWorld, script: Path, size: int, *arguments: str, **env: str
 ) -> list[str]:
     """What each rank printed, as if torchrun had started the script."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -51,17 +45,12 @@ def as_by_torchrun(
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         **env,
     }
-    return in_pool(pool, world, script, size, *arguments, env=variables)
+    return in_pool(pool, world, script, size, *arguments, **variables)
 
 
 def in_pool(
-    pool: Pool,
-    world: MakeWorld,
-    script: Path,
-    size: int,
-    *arguments: str,
-    env: Mapping[str, str] = {},
+    pool: Pool, world: MakeWorld, script: Path, size: int, *arguments: str, **env: str
 ) -> list[str]:
     """The same with no variables but RANK and those of `env`, in processes of its own."""
-    job = (str(script), list(arguments), dict(env))
+    job = (str(script), list(arguments), env)
     return pool.start(run_script, world(0), *job, ranks=size, fresh=True).results(DEADLINE)

@@ -11,6 +11,7 @@ and all processes of a node end with its first one.  This module knows nothing o
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import shutil
@@ -20,7 +21,6 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 
 import hosts
 
@@ -65,7 +65,7 @@ def find(program: str) -> str:
     return shutil.which(program, path=os.environ.get("PATH", "") + ":/usr/sbin:/sbin") or ""
 
 
-class Slurm:
+class Slurm(contextlib.AbstractContextManager["Slurm"]):
     """A cluster of nodes n1, n2, ...  A context manager."""
 
     def __init__(self, nodes: int = 2) -> None:
@@ -83,15 +83,7 @@ class Slurm:
             self.close()
             raise
 
-    def __enter__(self) -> Slurm:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

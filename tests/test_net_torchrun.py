@@ -42,7 +42,7 @@ def records(folder: str, ranks: int) -> list[dict[str, Any]]:
 def on_one_host(pool: Pool, world: MakeWorld, ranks: int) -> list[dict[str, Any]]:
     with TemporaryDirectory() as folder:
         script = (Path(SCRIPT[0]), ranks, *SCRIPT[1:], "--record", folder)
-        as_by_torchrun(pool, world, *script, env=FLAT)
+        as_by_torchrun(pool, world, *script, **FLAT)
         return records(folder, ranks)
 
 

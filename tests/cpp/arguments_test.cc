@@ -1,10 +1,8 @@
 // What every collective must refuse: arguments that cannot be, and ranks that disagree on parts
 // (tests/test_rules.py has whatever else ranks may disagree on).  Also the monitored barrier, which
 // is there for its errors.
-#include <chrono>
 #include <functional>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -13,6 +11,7 @@
 
 using namespace ringreduce;
 using ranks::failureOf;
+using ranks::waitForFailure;
 
 namespace {
 
@@ -72,10 +71,6 @@ Operation make(Kind kind, int rank, Room& room, const Knobs& k) {
     }
   }
   throw std::logic_error("no such kind");
-}
-
-void waitForFailure(const Group& group) {
-  while (!group.failed()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
 }
 
 constexpr Kind kKinds[] = {

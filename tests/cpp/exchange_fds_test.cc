@@ -7,7 +7,6 @@
 #include <sys/resource.h>
 
 #include <array>
-#include <chrono>
 #include <filesystem>
 
 #include "bootstrap/unix_socket.h"
@@ -18,14 +17,12 @@
 
 using namespace ringreduce;
 using ranks::failureOf;
+using ranks::sleepMs;
+using ranks::waitForFailure;
 
 namespace {
 
 using Body = std::function<void(Group&)>;
-
-void sleepMs(int ms) {
-  std::this_thread::sleep_for(std::chrono::milliseconds(ms));
-}
 
 // A descriptor with a word in it.
 Fd holding(const std::string& word) {
@@ -250,7 +247,7 @@ TEST(who_does_not_take_part_is_named_at_the_deadline) {
       [](Group& group) {
         if (group.rank() == 1) {
           comeAsFarAsTheSockets(group);
-          while (!group.failed()) sleepMs(1);
+          waitForFailure(group);
           CHECK(failureOf([&] { group.checkHealth(); }, "rank 1 (") == Failure::kTimeout);
           return;
         }
@@ -280,7 +277,7 @@ TEST(ctrl_c_ends_the_exchange_for_all) {
       [](Group& group) {
         if (group.rank() == 2) {
           comeAsFarAsTheSockets(group);
-          while (!group.failed()) sleepMs(1);
+          waitForFailure(group);
           return;
         }
         if (group.rank() == 1) {

@@ -5,7 +5,6 @@
 #include <unistd.h>
 
 #include <atomic>
-#include <chrono>
 #include <csignal>
 #include <thread>
 
@@ -16,14 +15,7 @@
 
 using namespace ringreduce;
 using ranks::failureOf;
-
-namespace {
-
-void sleepMs(int ms) {
-  std::this_thread::sleep_for(std::chrono::milliseconds(ms));
-}
-
-}  // namespace
+using ranks::sleepMs;
 
 TEST(a_process_that_ended_is_seen_and_lost) {
   processes::inGroup(

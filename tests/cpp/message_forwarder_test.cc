@@ -21,11 +21,14 @@
 #include <vector>
 
 #include "check.h"
+#include "messages.h"
 #include "p2p/engine.h"
 #include "p2p/message_connection.h"
 #include "sockets.h"
 
 using namespace ringreduce;
+using messages::letter;
+using messages::Letter;
 using net::ChannelEnds;
 using net::MessageForwarder;
 using net::Reactor;
@@ -33,17 +36,6 @@ using sockets::Over;
 using sockets::until;
 
 namespace {
-
-using Letter = std::vector<uint8_t>;
-
-// What message `number` from one rank to another holds.
-Letter letter(int from, int number, size_t n) {
-  Letter bytes(n);
-  uint32_t word =
-      static_cast<uint32_t>(from) * 2654435761u + static_cast<uint32_t>(number) * 0x85ebca6bu;
-  for (uint8_t& b : bytes) b = static_cast<uint8_t>((word += 0x9e3779b9u) >> 24);
-  return bytes;
-}
 
 class Ranks;
 

@@ -19,6 +19,8 @@ using messages::send;
 using messages::untilDone;
 using messages::waitFor;
 using ranks::failureOf;
+using ranks::sleepMs;
+using ranks::waitForFailure;
 
 namespace {
 
@@ -38,17 +40,9 @@ Failure errorOf(const Delivery& delivery, const std::string& words = "") {
   return failureOf(rethrow, words);
 }
 
-void waitForFailure(const Group& group) {
-  while (!group.failed()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-}
-
 // Waits for all ranks, unless the group fails just then.
 void meet(Group& group) {
   failureOf([&] { group.run({Barrier{}}); });
-}
-
-void pauseFor(int milliseconds) {
-  std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds));
 }
 
 thread_local bool interrupt_this_thread = false;
@@ -110,7 +104,7 @@ TEST(a_deadline_names_the_rank_that_is_missing) {
                            group,
                            what == kSend ? Message::Direction::kSend : Message::Direction::kReceive,
                            what == kReceiveAny ? kAnySource : 2, 3, data);
-                       pauseFor(400);
+                       sleepMs(400);
                        CHECK(!delivery->isDone());
                        CHECK(!group.await(*delivery, 20 * kMillisecond));
                        const char* words = what == kSend ? "did not receive it: to send"
@@ -169,7 +163,7 @@ TEST(a_rank_that_leaves_is_missed_only_by_who_waits_for_it) {
       return group.shutdown();  // lasts until rank 0 has the large one
     }
     if (me == 0) {
-      pauseFor(30);
+      sleepMs(30);
       Letter in(100), from_any(100);
       const auto any = post(group, Message::Direction::kReceive, kAnySource, 9, from_any);
       const auto waiting = post(group, Message::Direction::kReceive, 2, 2, in);
@@ -214,7 +208,7 @@ TEST(a_rank_that_has_been_destroyed_stays_gone) {
       group->shutdown();
       return group.reset();
     }
-    pauseFor(100);
+    sleepMs(100);
     CHECK(failureOf([&] { receive(*group, 1, 1, 10); }, "has left") == Failure::kPeerLost);
   });
 }
@@ -275,7 +269,7 @@ TEST(many_threads_lose_the_same_rank) {
   constexpr int kThreads = 6, kEach = 20;
   for (int round = 0; round < 5; ++round)
     ranks::inGroup(2, [](Group& group) {
-      if (group.rank() == 1) return pauseFor(20);
+      if (group.rank() == 1) return sleepMs(20);
       std::atomic<int> completed{0};
       std::vector<Letter> in(kThreads * kEach, Letter(8));
       std::vector<std::shared_ptr<Delivery>> posted(in.size());
@@ -304,7 +298,7 @@ TEST(abort_ends_messages_everywhere) {
     // The verdict is read by this thread, by the group's, and by one that runs collectives.
     const auto ticket = group.rank() < 2 ? group.submit({Barrier{}}, nullptr) : nullptr;
     std::thread aborter([&] {
-      pauseFor(50);
+      sleepMs(50);
       if (group.rank() == 2) group.abort("had enough");
     });
     CHECK(failureOfWait(group, waited, "had enough") == Failure::kAborted);
@@ -332,7 +326,7 @@ TEST(verdicts_reach_messages_while_collectives_start) {
             "had enough");
       });
       std::thread aborter([&] {
-        pauseFor(2);
+        sleepMs(2);
         if (other == 0) group.abort("had enough");
       });
       Failure how = Failure::kNone;

@@ -6,13 +6,11 @@
 #include <unistd.h>
 
 #include <atomic>
-#include <chrono>
 #include <csignal>
 #include <filesystem>
 #include <set>
 #include <stdexcept>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -27,12 +25,10 @@ using namespace ringreduce;
 using messages::Letter;
 using messages::letter;
 using ranks::failureOf;
+using ranks::sleepMs;
+using ranks::waitForFailure;
 
 namespace {
-
-void sleepMs(int ms) {
-  std::this_thread::sleep_for(std::chrono::milliseconds(ms));
-}
 
 void overSockets(int size, const std::function<void(Group&)>& body, Nanos timeout = 60 * kSecond,
                  const std::vector<int>& doomed = {}) {
@@ -151,7 +147,7 @@ TEST(a_connection_for_messages_that_breaks_between_the_living_ends_the_group) {
       for (int fd : before) added.erase(fd);
       CHECK_EQ(added.size(), size_t{1});
       shutdown(*added.begin(), SHUT_RDWR);
-      while (!group.failed()) sleepMs(1);
+      waitForFailure(group);
       return;
     }
     CHECK(failureOf([&] { messages::receive(group, 0, 1, 100); }, "is lost: ") ==

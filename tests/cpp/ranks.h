@@ -49,6 +49,14 @@ inline ringreduce::Failure failureOf(const std::function<void()>& call,
   return ringreduce::Failure::kNone;
 }
 
+inline void sleepMs(int ms) {
+  std::this_thread::sleep_for(std::chrono::milliseconds(ms));
+}
+
+inline void waitForFailure(const ringreduce::Group& group) {
+  while (!group.failed()) sleepMs(1);
+}
+
 class MemoryStore final : public ringreduce::Store {
  public:
   void set(const std::string& key, const std::string& value) override {

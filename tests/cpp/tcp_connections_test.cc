@@ -80,6 +80,16 @@ void saySlowly(const Fd& socket, const std::string& text, size_t bytes, Nanos pa
   }
 }
 
+void sendNothingAndAwaitByte(Alone& alone) {
+  char byte = 0;
+  alone.me.operation([&](Transport& transport) {
+    transport.send(1, nullptr, 0);
+    transport.expect(1, &byte, 1);
+    transport.peek(1);
+    transport.release(1);
+  });
+}
+
 void expectAll(Alone& alone, size_t bytes) {
   std::vector<unsigned char> data(bytes);
   alone.me.operation([&](Transport& transport) {
@@ -164,13 +174,7 @@ TEST(a_connection_that_is_alone_takes_as_much_as_it_can) {
       std::this_thread::sleep_for(std::chrono::milliseconds(100));
       say(other, operationAnd(1));
     });
-    char byte = 0;
-    alone.me.operation([&](Transport& transport) {
-      transport.send(1, nullptr, 0);
-      transport.expect(1, &byte, 1);
-      transport.peek(1);
-      transport.release(1);
-    });
+    sendNothingAndAwaitByte(alone);
     answer.join();
     const std::lock_guard lock(alone.mutex);
     CHECK_EQ(alone.ours.size(), static_cast<size_t>(connections));
@@ -241,13 +245,7 @@ TEST(connections_are_no_more_than_there_are_descriptors_for) {
     Alone alone({.min_connections = 8});
     const Fd other_rank = alone.heard();
     say(other_rank, operationAnd(1));
-    char byte = 0;
-    alone.me.operation([&](Transport& transport) {
-      transport.send(1, nullptr, 0);
-      transport.expect(1, &byte, 1);
-      transport.peek(1);
-      transport.release(1);
-    });
+    sendNothingAndAwaitByte(alone);
     std::this_thread::sleep_for(std::chrono::milliseconds(50));
     const std::lock_guard lock(alone.mutex);
     CHECK_EQ(alone.ours.size(), 1u);

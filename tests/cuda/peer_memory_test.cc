@@ -3,23 +3,18 @@
 #include "cuda/memory/peer_memory.h"
 
 #include <algorithm>
-#include <chrono>
 #include <csignal>
 #include <cstdlib>
 #include <cstring>
-#include <thread>
 
 #include "cuda/memory/device_memory.h"
 #include "peers.h"
 
 using namespace peers;
 using ranks::failureOf;
+using ranks::sleepMs;
 
 namespace {
-
-void sleepMs(int ms) {
-  std::this_thread::sleep_for(std::chrono::milliseconds(ms));
-}
 
 // A word that `writer` leaves for `reader`, seen from anywhere.
 uint64_t wordOf(int writer, int reader) {
