@@ -1,19 +1,13 @@
 // Messages over sockets: the engine of point-to-point over forwarders, and what a forwarder does
-// with rings that are full, ranks that leave and bytes that no rank sends.
+// with rings that are full and ranks that leave.  tests/fuzz/message_fuzz.cc sends it nonsense.
 #include "p2p/message_forwarder.h"
 
-#include <sys/socket.h>
-#include <unistd.h>
-
-#include <algorithm>
-#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstring>
 #include <map>
 #include <memory>
 #include <mutex>
-#include <random>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -205,66 +199,6 @@ constexpr size_t kSizes[] = {0,
                              kRingBytes,
                              (3 << 20) + 5};
 
-struct Plan {
-  int from, to, tag, number;  // tag 0: received from any rank
-  size_t bytes;
-};
-constexpr size_t kAnyBytes = 3000;
-
-std::vector<Plan> randomPlan(std::mt19937& random, int size, int messages) {
-  std::vector<Plan> plan;
-  for (int i = 0; i < messages; ++i) {
-    const auto rank = [&] { return static_cast<int>(random() % static_cast<unsigned>(size)); };
-    Plan p{rank(), rank(), static_cast<int>(random() % 4), i, 0};
-    const bool large = random() % 40 == 0;
-    p.bytes = p.tag == 0 ? kAnyBytes : kSizes[random() % (std::size(kSizes) - (large ? 0 : 1))];
-    if (random() % 3 == 0 && p.tag != 0) p.bytes = random() % 5000;
-    plan.push_back(p);
-  }
-  return plan;
-}
-
-// Each rank posts its part of the plan, in order, a few at a time, and leaves when that is done.
-void follow(Rank& rank, int me, const std::vector<Plan>& plan, unsigned seed) {
-  std::mt19937 random(seed);
-  struct Flight {
-    const Plan* plan;
-    Letter data;
-    Engine::Handle handle;
-  };
-  std::vector<std::unique_ptr<Flight>> receives, sends, any;
-  std::vector<Engine::Handle> finished;
-  for (const Plan& p : plan) {
-    if (p.to == me) {
-      auto& flights = p.tag == 0 ? any : receives;
-      flights.push_back(std::make_unique<Flight>(Flight{&p, Letter(p.bytes), nullptr}));
-      Flight& f = *flights.back();
-      f.handle = rank.receive(p.tag == 0 ? kAnySource : p.from, p.tag, f.data);
-    }
-    if (p.from == me) {
-      sends.push_back(std::make_unique<Flight>(Flight{&p, letter(me, p.number, p.bytes), nullptr}));
-      sends.back()->handle = rank.send(p.to, p.tag, sends.back()->data);
-    }
-    for (unsigned n = random() % 3; n > 0; --n) rank.turn(finished);
-  }
-  rank.drive();
-  for (const auto& f : receives)
-    CHECK(f->handle->over && !f->handle->mismatch &&
-          f->data == letter(f->plan->from, f->plan->number, f->plan->bytes));
-  for (const auto& f : sends) CHECK(f->data == letter(me, f->plan->number, f->plan->bytes));
-  // What came from any: of each sender all, in its order.
-  std::map<int, std::vector<int>> expected;
-  for (const Plan& p : plan)
-    if (p.to == me && p.tag == 0) expected[p.from].push_back(p.number);
-  std::map<int, size_t> next;
-  for (const auto& f : any) {
-    const int from = f->handle->source;
-    const size_t i = next[from]++;
-    CHECK(i < expected[from].size());
-    CHECK(f->data == letter(from, expected[from][i], kAnyBytes));
-  }
-}
-
 }  // namespace
 
 TEST(every_size_arrives) {
@@ -280,23 +214,6 @@ TEST(every_size_arrives) {
         CHECK(in == letter(1 - me, static_cast<int>(n), n));
       }
     });
-  }
-}
-
-TEST(random_programs_of_messages) {
-  for (unsigned seed = 1; seed <= 6; ++seed) {
-    std::mt19937 random(seed);
-    const int size = 1 + static_cast<int>(random() % 5);
-    const auto plan = randomPlan(random, size, 150);
-    Ranks ranks(size, seed % 2 ? Over::kIpv4 : Over::kUnix, seed % 3 == 0 ? 5 : 0);
-    try {
-      together(size, [&](int me) {
-        follow(ranks[me], me, plan, seed + static_cast<unsigned>(me));
-        ranks.leave(me);  // whatever the others still do
-      });
-    } catch (const std::exception& error) {
-      throw std::runtime_error("seed " + std::to_string(seed) + ": " + error.what());
-    }
   }
 }
 
@@ -444,54 +361,4 @@ TEST(no_record_is_believed_that_no_rank_sends) {
   CHECK(!net::isSound({.payload = ~0u, .type = Type::kFragment}, kRingBytes));
   CHECK(!net::isSound({.type = static_cast<Type>(5)}, 64));
   CHECK(!net::isSound({.type = Type::kRequest, .dtype = static_cast<DType>(200)}, 64));
-}
-
-TEST(nonsense_ends_its_connection_alone) {
-  std::mt19937 random(7);
-  for (int round = 0; round < 200; ++round) {
-    Ranks ranks(2, Over::kUnix);
-    // A sound stream, as a sender makes it.
-    std::vector<std::byte> stream;
-    {
-      Ranks honest(2, Over::kUnix);
-      const ChannelEnds ends = honest[0].forwarder->ends(1);
-      ChannelWriter writer(ends.out_ring, *ends.out_filled, *ends.out_emptied);
-      for (unsigned i = 0; i < 4; ++i) {
-        const auto n = static_cast<uint32_t>(random() % 300);
-        CHECK(writer.reserve(n));
-        writer.commit({.id = i, .count = n, .payload = n, .type = Record::Type::kEager});
-      }
-      auto [one, other] = sockets::pair(Over::kUnix);
-      net::MessageSender sender(ends);
-      net::Socket to(std::move(one));
-      bool moved = false;
-      CHECK(sender.carry(to, moved) == net::Carried::kIdle && moved);
-      stream.resize(1 << 16);
-      stream.resize(static_cast<size_t>(read(other.get(), stream.data(), stream.size())));
-    }
-    const bool spoilt = round % 4 != 0;
-    if (spoilt)
-      for (unsigned n = 1 + random() % 3; n > 0; --n)
-        stream[random() % std::min<size_t>(stream.size(), 80)] ^=
-            static_cast<std::byte>(1 + random() % 255);
-    auto [one, other] = sockets::pair(Over::kUnix);
-    const auto whole = static_cast<ssize_t>(stream.size());
-    CHECK_EQ(write(one.get(), stream.data(), stream.size()), whole);
-    one.reset();
-    ranks[1].forwarder->accept(0, std::move(other));
-    until([&] { return ranks[1].endsOf(0).size() == 1; }, "the end of a connection");
-    // Whatever was spoilt, what the reader is shown is whole records.
-    const ChannelEnds in = ranks[1].forwarder->ends(0);
-    ChannelReader reader(in.in_ring, *in.in_filled, *in.in_emptied);
-    int records = 0;
-    while (const Record* record = reader.front()) {
-      CHECK(net::isSound(*record, kRingBytes));
-      ++records;
-      reader.pop(record->payload);
-    }
-    if (!spoilt) {
-      CHECK_EQ(records, 4);
-      CHECK_EQ(ranks[1].endsOf(0)[0], std::string("it closed its connection for messages"));
-    }
-  }
 }
