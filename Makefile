@@ -218,7 +218,7 @@ test-python: build
 
 # The files that show most of c10d in the time.  Over sockets, any others would run too, but for those
 # about shared memory.
-C10D_TESTS = $(patsubst %,tests/test_%.py,rules mismatch messages moving backend groups work coalescing \
+C10D_TESTS = $(patsubst %,tests/*/test_%.py,rules mismatch messages moving backend groups work coalescing \
   objects properties hook sharded)
 test-c10d: build
 	$(BIN)/python -m pytest $(C10D_TESTS) -q -n 3 --dist loadfile
@@ -229,13 +229,13 @@ test-tcp:
 # Whole programs: examples, tutorials, the checks of types.
 test-full: build
 	$(BIN)/cmake --build $(BUILD) --target cpp_benchmarks -j $(JOBS)
-	$(BIN)/python -m pytest tests -q -m slow -n 3 --dist loadfile --ignore tests/test_bench_runs.py
+	$(BIN)/python -m pytest tests -q -m slow -n 3 --dist loadfile --ignore tests/tools/test_bench_runs.py
 
 # What takes minutes or gigabytes to show and rarely fails: whole runs of the benchmarks; 100 kills,
 # 1,000 groups, more than 2 GiB, random programs; PyTorch's suite over sockets; each file compiled by
 # itself; machine code for all GPUs; every check of UBSan; and AArch64.
 nightly: build
-	$(BIN)/python -m pytest tests/test_bench_runs.py -q
+	$(BIN)/python -m pytest tests/tools/test_bench_runs.py -q
 	RINGREDUCE_TEST_FULL=1 $(BIN)/python -m pytest tests -q \
 	  -k "2_to_the_31 or sigkill_amid or names_a_survivor or many_groups or burn_a_core or soak or \
 	  compiled_steps or properties or random_faults"
@@ -259,7 +259,7 @@ torch-matrix: build
 	$(PYTHON) tests/torch_matrix.py --torch '$(TORCH)' --venv $(VENV) $(TORCHES)
 
 # The extension on the newest torch, and the tests on CPU tensors of what is new in it.
-NEWEST_TESTS = $(patsubst %,tests/test_%.py,backend_methods reconfigure work)
+NEWEST_TESTS = $(patsubst %,tests/*/test_%.py,backend_methods reconfigure work)
 torch-smoke: build
 ifeq ($(BASE_VENV),)
 	$(MAKE) $@ VENV=.venv-$(NEWEST) TORCH=torch==$(NEWEST) BASE_VENV=$(VENV)
@@ -276,10 +276,10 @@ frameworks: build
 	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
 	  > $$(echo $(FRAMEWORKS_VENV)/lib/python3*/site-packages)/base.pth
 	$(FRAMEWORKS_VENV)/bin/python -m pip install -q $(FRAMEWORKS)
-	$(FRAMEWORKS_VENV)/bin/python -m pytest -q tests/test_lightning.py tests/test_accelerate.py
+	$(FRAMEWORKS_VENV)/bin/python -m pytest -q tests/compat/test_lightning.py tests/compat/test_accelerate.py
 	$(FRAMEWORKS_VENV)/bin/python benchmarks/frameworks.py $(FRAMEWORKS_ARGS)
 
-# Each warning is an error, such as a link to nothing.  tests/test_docs.py builds it by the same command.
+# Each warning is an error, such as a link to nothing.  tests/package/test_docs.py builds it by the same command.
 # A page is not looked at again before it changes, so what has warned does not stay.
 docs: build $(VENV)/.docs
 	$(BIN)/python -m sphinx -q -W -c docs . build/docs || { rm -rf build/docs; exit 1; }
@@ -292,7 +292,7 @@ $(VENV)/.docs: requirements-docs.txt $(VENV)/.ready
 # Real launchers.  What is not installed is skipped, and the end of the output says what to install.
 launchers: build
 	$(BIN)/python -m pip install -q nbclient ipykernel
-	$(BIN)/python -m pytest tests/test_launchers.py tests/test_notebook.py -v -rs
+	$(BIN)/python -m pytest tests/groups/test_launchers.py tests/groups/test_notebook.py -v -rs
 
 # Between ranks of one host; between hosts that are none but by name, some of their ranks share memory.
 torch-suite-tcp: build

@@ -108,10 +108,8 @@ def quick() -> None:
     build_extension()
     run_cpp_tests(cpp_tests_of(files))
     tests = ROOT / "tests"
-    python = {tests / name for name in SMOKE}
-    python |= {
-        path for path in files if path.parent == tests and path.match("test_*.py") and path.exists()
-    }
+    python = {path for name in SMOKE for path in tests.glob(f"*/{name}")}
+    python |= {path for path in files if path in set(tests.glob("*/test_*.py"))}
     pytest("-m", "not slow", *sorted(python))
 
 
@@ -119,7 +117,7 @@ def named(word: str) -> None:
     build_extension()
     programs = [test.stem for test in CPP_TESTS if word in test.stem]
     run_cpp_tests(programs)
-    files = [path for path in (ROOT / "tests").glob("test_*.py") if word in path.stem]
+    files = [path for path in (ROOT / "tests").glob("*/test_*.py") if word in path.stem]
     if files:
         pytest("-m", "not slow", *sorted(files))
     elif not programs:

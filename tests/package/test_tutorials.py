@@ -28,7 +28,7 @@ from scripts import as_by_torchrun
 
 pytestmark = pytest.mark.slow
 
-FOLDER = Path(__file__).resolve().parent.parent / "examples" / "tutorials"
+FOLDER = Path(__file__).resolve().parents[2] / "examples" / "tutorials"
 SCRIPTS = sorted(path.name for path in FOLDER.glob("*.py"))
 SIZES = pytest.mark.parametrize("size", [2, 4])
 

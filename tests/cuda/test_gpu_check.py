@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parent / "cuda"))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import gpu_figures
 import gpu_machine
@@ -27,7 +27,7 @@ from gpu_check import FAILED, INCOMPLETE, NO_GPU, PASSED, WRONG_CALL
 from gpu_run import install
 from stand_in_machine import StandIn
 
-CUDA = Path(__file__).resolve().parent / "cuda"
+CUDA = Path(__file__).resolve().parent
 PYPROJECT = CUDA.parent.parent / "pyproject.toml"
 Check = Callable[..., tuple[int, list[str], dict[str, Any]]]
 

@@ -1,6 +1,6 @@
 """Whatever ranks, dtypes, ops, sizes, strides, parts and roots hypothesis draws: the promised bits.
 
-Of all collectives but all_reduce, for which tests/test_bits.py does the same.  A job carries only
+Of all collectives but all_reduce, for which test_bits.py does the same.  A job carries only
 sizes and seeds: each rank knows how to make every rank's input.
 """
 

@@ -30,7 +30,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parent / "cuda"))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from ptx_model import Thread, can_happen
 

@@ -16,7 +16,7 @@ import torch
 from ringreduce import _build_info
 from ringreduce.core import load
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 # What setup.py finds, and what a Python that it starts finds, as CMake does.
 CHECK = """

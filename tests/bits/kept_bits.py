@@ -1,7 +1,8 @@
-"""Records the bits of every call's results in tests/bits.json, to compare other versions with.
+"""Records the bits of every call's results in kept_bits.json, to compare other versions with.
 
-    python tests/bits.py COMMIT > tests/bits.json      with COMMIT built: its bits are to be kept
+    python tests/bits/kept_bits.py COMMIT > tests/bits/kept_bits.json
 
+COMMIT is built, and its bits are to be kept.
 test_kept_bits.py compares.  A hash covers the results of one call with one dtype on all ranks, over
 all ops and sizes.  It is the same over shared memory and over sockets, on one host and on two, and
 by every algorithm but `hierarchical`, which has an order of addition (and a line) of its own.
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a program
 import oracle
 import torch
 import torch.distributed as dist
@@ -330,7 +332,7 @@ def found(pool: Pool, setting: Setting) -> Record:
 
 
 def main() -> None:
-    command = f"python tests/bits.py {sys.argv[1]}"
+    command = f"python tests/bits/kept_bits.py {sys.argv[1]}"
     record: Record = {"made by": {"command": command, "torch": torch.__version__}}
     with tempfile.TemporaryDirectory() as folder:
         pool = Pool(Path(folder), ["ringreduce", "oracle"])

@@ -28,7 +28,7 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 
 c10d: Any = torch._C._distributed_c10d
 TORCH = tuple(int(number) for number in torch.__version__.split(".")[:2])
-PATCH = Path(__file__).parents[1] / "docs/upstream/pytorch-2.14-torchfrtrace.patch"
+PATCH = Path(__file__).resolve().parents[2] / "docs/upstream/pytorch-2.14-torchfrtrace.patch"
 needs_hooks = pytest.mark.skipif(
     not hasattr(c10d, "FlightRecorderHook"), reason="torch has no hooks on collectives before 2.14"
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import posixpath
+import re
 import shutil
 import subprocess
 import sys
@@ -19,7 +20,7 @@ for _name in ("sphinx", "furo", "myst_nb", "merman"):
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 # Modules whose public names are promised to users.  Those of torchft and Lightning need packages
 # that are not here: their one name each is read from the source.
@@ -143,3 +144,16 @@ def test_diagrams_and_outputs_are_there(site: Path) -> None:
         assert ">Type<" not in page.read_text(), page
     programs = (site / "docs" / "api" / "programs.html").read_text()
     assert programs.count("show this help message") == programs.count("<h2>") > 0
+
+
+def test_each_python_test_stands_by_its_promise() -> None:
+    """The table of promises has the files of each folder."""
+    table: dict[str, set[str]] = {}
+    for row in (ROOT / "CONTRIBUTING.md").read_text().split("\n"):
+        cells = [cell.strip() for cell in row.split("|")[1:-1]]
+        if len(cells) == 4 and cells[0][:1] == "`":
+            table.setdefault(cells[0].strip("`"), set()).update(re.findall(r"`(\w+)`", cells[2]))
+    tree: dict[str, set[str]] = {}
+    for path in (ROOT / "tests").glob("*/test_*.py"):
+        tree.setdefault(path.parent.name, set()).add(path.stem.removeprefix("test_"))
+    assert table == tree

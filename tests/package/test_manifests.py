@@ -27,9 +27,9 @@ from ringreduce.core.processes import end
 
 yaml = pytest.importorskip("yaml")
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 FOLDER = EXAMPLES / "kubernetes"
-LAUNCHED = str(Path(__file__).with_name("launched.py"))
+LAUNCHED = str(Path(__file__).resolve().parents[1] / "launched.py")
 FILES = sorted(path.name for path in FOLDER.glob("*.yaml"))
 # Module and start of the class's name, by apiVersion.
 MODELS = {

@@ -20,7 +20,7 @@ from ringreduce.tools.bench.summary import summary
 
 pytestmark = pytest.mark.slow
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(REPOSITORY / "benchmarks"), str(REPOSITORY / "benchmarks" / "net")]
 
 import compare  # noqa: E402

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ringreduce import config
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TABLE = {row["name"]: row for row in config.variables()}
 # Of the build and of tests.
 OTHERS = "CUDA CUDA_ARCHS OPENSSL SANITIZE SOURCE TEST_PICTURE VERSION"

@@ -22,7 +22,7 @@ pytest.importorskip("ipykernel", reason="needs `pip install nbclient ipykernel`"
 
 pytestmark = pytest.mark.slow
 
-HERE = Path(__file__).resolve().parent
+HERE = Path(__file__).resolve().parents[1]
 TUTORIAL = HERE.parent / "examples" / "tutorials" / "two_ranks.ipynb"
 
 # launch(function) forks two ranks, with torchrun's variables, and returns what each returned; an

@@ -13,7 +13,7 @@ import re
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-CSRC = Path(__file__).resolve().parent.parent / "csrc"
+CSRC = Path(__file__).resolve().parents[2] / "csrc"
 PACKAGE = CSRC.parent / "ringreduce"
 LAYERS = ["base", "algorithm", "kernels", "transport", "transport/shm", "transport/tcp", "control",
           "bootstrap", "health", "collectives", "p2p", "epoch", "survival", "group", "cuda",

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from setuptools.command.egg_info import FileList
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "cuda"))
 
 import kernel_report  # noqa: E402

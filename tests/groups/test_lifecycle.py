@@ -19,7 +19,7 @@ from conftest import MakeWorld
 from pool import Pool, Rank, on_ranks, run_ranks
 from processes import wait_until
 
-CONTRIBUTING = Path(__file__).resolve().parent.parent / "CONTRIBUTING.md"
+CONTRIBUTING = Path(__file__).resolve().parents[2] / "CONTRIBUTING.md"
 
 
 def held() -> dict[str, int]:

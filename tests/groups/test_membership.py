@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from launchers import environment, untouched
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import membership
 

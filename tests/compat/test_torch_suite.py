@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-SUITE = Path(__file__).resolve().parent / "torch_suite"
+SUITE = Path(__file__).resolve().parents[1] / "torch_suite"
 sys.path.insert(0, str(SUITE))
 
 import results  # noqa: E402

@@ -8,7 +8,7 @@ from pathlib import Path
 import hosts
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 CORE = ROOT / "build/extension/libringreduce_core.a"
 # The layers whose headers or tables change; the others come from the core that is built.
 LAYERS = ("base", "transport/tcp", "control", "health", "collectives", "epoch", "survival", "group")

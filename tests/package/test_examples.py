@@ -29,7 +29,7 @@ pytest.importorskip("sklearn")
 PRELOAD = ("sklearn.datasets", "sklearn.model_selection", "torch._dynamo", "tqdm")
 PRELOAD += ("torch.distributed.tensor.parallel", "torch.testing._internal.distributed.fake_pg")
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 MLP = ("train_mlp.py", "--steps", "6")
 GPT = ("train_gpt.py", "--steps", "4", "--layers", "1", "--width", "32")
 GPT += ("--sync-pairs", "2", "--sample", "20")
