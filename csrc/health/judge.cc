@@ -125,6 +125,8 @@ Finding differs(const PeerView& peers, PeerView::Census found, int other, const 
     blame.text +=
         peers.options().rankList(party.ranks) + " called " + peers.textOf(party.operation) + ", ";
   }
+  // A later call of the other rank may have replaced the one that differed.
+  if (blame.ranks.empty()) blame.ranks = {other};
   blame.text += "where " + peers.options().rankList(right->ranks) + " called " +
                 peers.textOf(right->operation);
   return blame;

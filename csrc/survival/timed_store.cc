@@ -36,18 +36,22 @@ std::string TimedStore::setOnce(const std::string& key, const std::string& value
   return *ask([=](Store& store) { return store.setOnce(key, value); });
 }
 
-TimedStore::Answer TimedStore::ask(Call call) {
+TimedStore::Answer TimedStore::ask(const Call& call) {
   const std::lock_guard one_call(calls_mutex_);
   if (!hangs_) {
     const Nanos until = deadlineIn(longest_);
-    std::packaged_task<Answer()> task(
-        [call = std::move(call), store = store_] { return call(*store); });
-    std::future<Answer> answer = task.get_future();
+    std::future<Answer> answer;
     std::thread thread;
-    try {
-      thread = startThread("ringreduce-kv", "that asks the store", std::move(task));
-    } catch (const Error& error) {
-      throw failure(std::string(": ") + error.what());
+    while (!thread.joinable()) {
+      std::packaged_task<Answer()> task([call, store = store_] { return call(*store); });
+      answer = task.get_future();
+      try {
+        thread = startThread("ringreduce-kv", "that asks the store", std::move(task));
+      } catch (const Error& error) {
+        // Other processes may have used up the system's threads for a moment.
+        if (now() > until) throw failure(std::string(": ") + error.what());
+        std::this_thread::sleep_for(std::chrono::milliseconds(5));
+      }
     }
     // The clock would take a longer wait for a stop of the process.
     constexpr Nanos kLook = ProcessClock::kLongestGap / 2;

@@ -39,7 +39,7 @@ class TimedStore final : public Store {
   using Answer = std::optional<std::string>;
   using Call = std::function<Answer(Store&)>;
 
-  Answer ask(Call call);
+  Answer ask(const Call& call);
   StoreFailure failure(const std::string& why) const;
 
   const std::string who_;

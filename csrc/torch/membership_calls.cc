@@ -277,8 +277,9 @@ Backend::WorkPtr Backend::reconfigure(const c10d::ReconfigureOptions& options) {
     const auto endOld = [&] {
       if (old && !old->failed() && !old->isIdle()) old->abort("it was reconfigured");
     };
-    const auto under_way = makeSuccessor(store, rank, size, std::move(within), ends, endOld);
+    // What can fail here alone comes before the other ranks are met.
     const GpuPtr gpu = makeGpuBackend(rank, size), old_gpu = gpuIfAny();
+    const auto under_way = makeSuccessor(store, rank, size, std::move(within), ends, endOld);
     old = enterSuccessor(gpu, [&] {
       group_options_ = std::move(made);
       rank_ = rank;
