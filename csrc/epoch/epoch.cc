@@ -88,8 +88,7 @@ Epoch::Epoch(int rank, Membership membership, const GroupOptions& options, Execu
       shared(membership.options),
       membership_(std::move(membership)),
       arbiter(std::make_unique<Arbiter>(
-          std::make_unique<SharedView>(rank, seatsOf(membership_), this->options,
-                                       shared.goesOn()),
+          std::make_unique<SharedView>(rank, seatsOf(membership_), this->options, shared.goesOn()),
           shared.goesOn() ? AfterLoss::kIsAbsent : AfterLoss::kFails, shared.min_ranks)),
       wires(wiresInMemory(rank, membership_, *arbiter)),
       messenger(std::make_unique<Messenger>(rank, messageRings(membership_, rank), *arbiter,
@@ -107,9 +106,9 @@ Epoch::Epoch(int rank, std::unique_ptr<Network> made, Hosts among, Membership lo
       membership_(std::move(local_members)),
       hosts(std::make_unique<Hosts>(std::move(among))),
       network(std::move(made)),
-      arbiter(std::make_unique<Arbiter>(network->view(*hosts, this->options),
-                                        shared.goesOn() ? AfterLoss::kNeedsEpoch : AfterLoss::kFails,
-                                        shared.min_ranks)),
+      arbiter(std::make_unique<Arbiter>(
+          network->view(*hosts, this->options),
+          shared.goesOn() ? AfterLoss::kNeedsEpoch : AfterLoss::kFails, shared.min_ranks)),
       wires(wiresBetween(*network, *hosts, shared, membership_, *arbiter)),
       closed_first_(network.get()),
       messenger(std::make_unique<Messenger>(rank, network->channels(), *arbiter, executor,

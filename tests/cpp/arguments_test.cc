@@ -1,6 +1,6 @@
 // What every collective must refuse: arguments that cannot be, and ranks that disagree on parts
-// (tests/failures/test_rules.py has whatever else ranks may disagree on).  Also the monitored barrier, which
-// is there for its errors.
+// (tests/failures/test_rules.py has whatever else ranks may disagree on).  Also the monitored
+// barrier, which is there for its errors.
 #include <functional>
 #include <string>
 #include <utility>
