@@ -126,7 +126,11 @@ Finding differs(const PeerView& peers, PeerView::Census found, int other, const 
         peers.options().rankList(party.ranks) + " called " + peers.textOf(party.operation) + ", ";
   }
   // A later call of the other rank may have replaced the one that differed.
-  if (blame.ranks.empty()) blame.ranks = {other};
+  if (blame.ranks.empty()) {
+    std::erase(right->ranks, other);
+    blame.ranks = {other};
+    blame.text += peers.who(other) + " called another operation, ";
+  }
   blame.text += "where " + peers.options().rankList(right->ranks) + " called " +
                 peers.textOf(right->operation);
   return blame;

@@ -53,10 +53,11 @@ class PeerView {
 
   // ---- what each view answers in its own way
 
-  // The ranks that are gone while operation `sequence` needs them, which waits for rank
-  // `waited_for`, and the ranks that have been lost for that long.  If a transport knows what is
-  // still in flight, it reports the former, and only the latter are told.
+  // In shared memory: the ranks that are gone while operation `sequence`, which waits for rank
+  // `waited_for`, needs them.  Between hosts none: the transport, which knows what is still in
+  // flight, reports them.
   virtual std::vector<int> missing(uint64_t sequence, int waited_for) const = 0;
+  // Between hosts: the ranks that have been lost for that long.
   virtual std::vector<int> lostFor(Nanos time) const = 0;
   // How far a rank has come within an operation; equal for all if that is not known.
   virtual uint64_t progressOf(int rank) const = 0;
@@ -160,7 +161,8 @@ class PeerView {
   };
   // From operation `first` to `last`.  `sent`: what rank `other` sent in the last, if it sent one.
   Census census(uint64_t first, uint64_t last, int other, const OpSignature* sent) const;
-  // Stores the call of a rank in its mirror.
+  // Stores the call of a rank in its mirror.  Only between hosts: in shared memory a page has one
+  // writer, its rank.
   void record(int rank, uint64_t sequence, const Announcement& call);
 
   // ---- waits

@@ -107,7 +107,7 @@ class Options(_C.Options):
             raise ValueError(f"on_loss can be 'error' or 'continue', not {self.on_loss!r}")
         if self.order not in (None, "ring", "rank"):
             raise ValueError(f"order can be 'ring' or 'rank', not {self.order!r}")
-        if self.join not in ("auto", True, False):
+        if self.join != "auto" and not isinstance(self.join, bool):
             raise ValueError(f"join can be 'auto', True or False, not {self.join!r}")
         if self.min_ranks is not None and self.on_loss != "continue":
             raise ValueError("min_ranks needs on_loss='continue'")

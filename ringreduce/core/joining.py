@@ -50,7 +50,10 @@ def when_to_connect(dist_backend_opts: Any, on_loss: str | None, join: bool | st
         return "now"
     if (on_loss or os.environ.get("RINGREDUCE_ON_LOSS")) != "continue":
         if join is True:
-            raise ValueError("join=True needs on_loss='continue'")
+            raise ValueError(
+                "join=True needs on_loss='continue', in the same options or as RINGREDUCE_ON_LOSS: "
+                "no other group takes new ranks"
+            )
         return "now"
     if join == "auto":
         is_new = _maker != os.getpid() and not os.environ.get("TORCHELASTIC_RUN_ID")

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "check.h"
+#include "health/judge.h"
 #include "health/mirror_view.h"
 #include "health/shared_view.h"
 #include "ranks.h"
@@ -121,6 +122,16 @@ TEST(another_operation_is_a_mismatch_however_it_is_heard) {
   other.sequence = 3 + kAnnouncements;
   CHECK(ranks::failureOf([&] { one.arbiter->verify(1, other); },
                          "ranks disagree on operation #3") == Failure::kMismatch);
+}
+
+TEST(a_mismatch_names_a_rank_though_its_call_was_replaced) {
+  const One one(0, 3);
+  const OpSignature all = {.sequence = 7, .kind = Kind::kBarrier};
+  const Finding found = differs(
+      one.arbiter->peers(), {.sequence = 7, .parties = {{all, {0, 1, 2}}}}, /*other=*/2, nullptr);
+  CHECK(found.ranks == std::vector<int>{2});
+  CHECK(found.text.find("rank 2 (a process) called another operation, where rank") !=
+        std::string::npos);
 }
 
 TEST(what_another_has_asked_is_not_asked_again) {

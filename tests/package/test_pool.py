@@ -75,3 +75,25 @@ def test_a_bad_rank_is_reported_and_replaced(
     with pytest.raises(RanksFailed, match="rank 1"):
         pool.start(misbehave, world(2), "raise").results()
     assert pool.run(sum_of_ranks, world(2)) == [1.0] * 2
+
+
+def test_a_rank_that_dies_between_jobs_fails_one_job(pool: Pool, world: MakeWorld) -> None:
+    assert pool.run(sum_of_ranks, world(2)) == [1.0] * 2
+    os.kill(pool.workers[1].pid, signal.SIGKILL)
+    pool.workers[1].process.join(10)
+    with pytest.raises(RanksFailed, match="rank 1 died after its last job"):
+        pool.run(sum_of_ranks, world(2))
+    assert pool.run(sum_of_ranks, world(2)) == [1.0] * 2
+
+
+def differ(me: Rank) -> bool:
+    try:
+        dist.all_reduce(torch.ones(10 + me.rank))
+    except dist.DistBackendError:
+        return True
+    return False
+
+
+def test_a_group_that_failed_is_not_met_again(pool: Pool, world: MakeWorld) -> None:
+    assert pool.run(differ, world(2)) == [True] * 2
+    assert pool.run(sum_of_ranks, world(2)) == [1.0] * 2

@@ -534,6 +534,8 @@ def test_the_caller_can_say_whether_it_joins(pool: Pool, world: MakeWorld) -> No
         assert "join=True needs on_loss='continue'" in outcome.message
     with pytest.raises(ValueError, match="join can be 'auto', True or False, not 'never'"):
         ringreduce.Options(join="never")
+    with pytest.raises(ValueError, match="not 1"):  # it equals True, and is not taken for it
+        ringreduce.Options(join=1)  # type: ignore[arg-type]
 
 
 def lose_the_root(me: Rank) -> list[float]:
