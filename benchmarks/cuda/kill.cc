@@ -16,7 +16,7 @@ namespace perf {
 namespace {
 
 using namespace ringreduce;
-using cuda::Communicator;
+using cuda::HostCommunicator;
 
 constexpr size_t kBytes = 1 << 20;
 constexpr Nanos kTimeout = 4 * kSecond;  // after which a stopped rank is an error
@@ -42,8 +42,8 @@ class Rank {
  public:
   Rank(Store& store, const std::string& group, int rank, int size, int gpu)
       : rank_(rank),
-        comm_(Communicator::create(Group::create(store, rank, size, optionsOf(group)), gpu,
-                                   cuda::CommunicatorOptions{})),
+        comm_(HostCommunicator::create(Group::create(store, rank, size, optionsOf(group)), gpu,
+                                       cuda::CommunicatorOptions{})),
         data_(rank, kBytes),
         expected_(kBytes) {
     job_.what = {.ranks = size,
@@ -90,7 +90,7 @@ class Rank {
   }
 
   const int rank_;
-  const std::shared_ptr<Communicator> comm_;
+  const std::shared_ptr<HostCommunicator> comm_;
   const RankData data_;
   Expected expected_;
   const gpu::Stream stream_;

@@ -17,7 +17,7 @@ namespace perf {
 namespace {
 
 using namespace ringreduce;
-using cuda::Communicator;
+using cuda::HostCommunicator;
 
 constexpr double kRound = 20e-3;  // seconds that a round takes at least
 constexpr int kMostCalls = 64;
@@ -83,12 +83,12 @@ class Rank {
       const std::string ending = i == 0 ? "" : "-" + way;
       cuda::CommunicatorOptions options;
       options.access = cuda::memoryAccessNamed(way);  // auto has none
-      std::shared_ptr<Communicator> staged, registered;
+      std::shared_ptr<HostCommunicator> staged, registered;
       try {
-        staged = Communicator::create(newGroup("staged " + way), gpu(), options);
+        staged = HostCommunicator::create(newGroup("staged " + way), gpu(), options);
         // The memory of the direct schedule is there only if it is asked for.
         options.algorithm = cuda::Choice::kDirect;
-        if (i == 0) registered = Communicator::create(newGroup("registered"), gpu(), options);
+        if (i == 0) registered = HostCommunicator::create(newGroup("registered"), gpu(), options);
       } catch (const Error& error) {
         say(rank_ == 0, "# without %s: %s\n", way.c_str(), error.what());
         continue;
@@ -229,7 +229,8 @@ class Rank {
     return one.path ? exists(*one.path, dtype, op, bytes) : nccl::supports(dtype, op);
   }
 
-  void addRegistered(Path path, const std::shared_ptr<Communicator>& comm, const std::string& way) {
+  void addRegistered(Path path, const std::shared_ptr<HostCommunicator>& comm,
+                     const std::string& way) {
     if (!why_not_registered_) {
       why_not_registered_ = "";
       for (const gpu::Buffer* buffer : {&data_.inputBuffer(), &data_.outputBuffer()})
@@ -243,7 +244,7 @@ class Rank {
           why_not_registered_->c_str());
   }
 
-  void add(const std::string& contender, Path path, const std::shared_ptr<Communicator>& comm,
+  void add(const std::string& contender, Path path, const std::shared_ptr<HostCommunicator>& comm,
            const std::string& way) {
     Contender one;
     one.name = contender;
@@ -296,7 +297,7 @@ class Rank {
   Expected expected_;
   const gpu::Stream stream_;
   std::vector<Contender> contenders_;
-  std::vector<std::shared_ptr<Communicator>> comms_;
+  std::vector<std::shared_ptr<HostCommunicator>> comms_;
   std::unique_ptr<cuda::NcclCommunicator> nccl_;
   std::optional<nccl::AllReduce> nccl_reduce_;
   std::optional<std::string> why_not_registered_;  // once tried; "" if they were

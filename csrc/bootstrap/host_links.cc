@@ -15,7 +15,7 @@
 #include "base/limits.h"
 #include "base/text.h"
 #include "bootstrap/attempt.h"
-#include "bootstrap/membership.h"
+#include "bootstrap/host_memory.h"
 #include "transport/tcp/connector.h"
 #include "transport/tcp/handshake.h"
 #include "transport/tcp/survey.h"

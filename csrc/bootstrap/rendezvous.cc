@@ -1,4 +1,4 @@
-// Records, the table, and its confirmation by all ranks.
+// Entries, the table, and its confirmation by all ranks.
 #include "bootstrap/rendezvous.h"
 
 #include <unistd.h>
@@ -27,16 +27,16 @@ namespace {
 constexpr char kTableKey[] = "ringreduce/table";
 // The shortest time between two looks for notes of ranks.
 constexpr Nanos kNotesPause = kSecond / 4;
-constexpr size_t kMostName = 128;  // bytes of a job's or a program's name in a record
+constexpr size_t kMostName = 128;  // bytes of a job's or a program's name in an entry
 // The shortest time between two looks into the store: for a table, times the number of ranks that
-// look, and at most the second one; for records of other hosts, the second one.
-constexpr Nanos kLeastPause = 25 * kMicrosecond, kRecordsPause = kMillisecond;
+// look, and at most the second one; for entries of other hosts, the second one.
+constexpr Nanos kLeastPause = 25 * kMicrosecond, kEntriesPause = kMillisecond;
 
-std::string recordKey(int rank) {
+std::string entryKey(int rank) {
   return "ringreduce/rank/" + std::to_string(rank);
 }
 
-// A rank that cannot take part as it is says why, and keeps no other from this rank's record.
+// A rank that cannot take part as it is says why, and keeps no other from this rank's entry.
 std::string noteKey(int rank) {
   return "ringreduce/note/" + std::to_string(rank);
 }
@@ -77,7 +77,7 @@ bool sharesMemory(const Fields& table) {
 // The ranks of a group, to be shown and compared; empty where they are all, or may change.
 std::string ranksText(const GroupOptions& options, int size) {
   if (options.global_ranks.empty() || options.attempt) return "";
-  constexpr size_t kMostShown = 8;  // a record must fit into a message
+  constexpr size_t kMostShown = 8;  // an entry must fit into a message
   std::vector<int> ranks = otherRanks(/*rank=*/-1, size);
   if (ranks.size() <= kMostShown) return options.rankList(ranks);
   uint64_t hash = 0;
@@ -136,9 +136,9 @@ class Meeting {
       if (size_ == 1) return {leader().run(nullptr, nullptr), std::nullopt};
       for (;; poll()) {
         if (sharesMemory(table_)) {
-          if (auto membership = lead()) return {std::move(*membership), std::nullopt};
+          if (auto host_memory = lead()) return {std::move(*host_memory), std::nullopt};
         }
-        readRecords(otherRanks(rank_, size_));
+        readEntries(otherRanks(rank_, size_));
         if (absentRanks().empty()) publish();
         if (allConfirmed()) return publishFinalTable();
       }
@@ -166,51 +166,51 @@ class Meeting {
 
   std::vector<int> absentRanks() const {
     std::vector<int> ranks = otherRanks(rank_, size_);
-    std::erase_if(ranks, [&](int r) { return records_.contains(r); });
+    std::erase_if(ranks, [&](int r) { return entries_.contains(r); });
     return ranks;
   }
 
-  // Takes the records that ranks have put into the store for this attempt.
-  void readRecords(const std::vector<int>& ranks) {
+  // Takes the entries that ranks have put into the store for this attempt.
+  void readEntries(const std::vector<int>& ranks) {
     for (const int r : ranks) {
-      const Fields record = recordOf(r);
-      const auto known = records_.find(r);
-      const bool gave_up_before = options_.attempt && record.contains("broken");
-      if (fieldOf(record, "attempt") == attempt_ || gave_up_before)
-        take(r, record);
-      else if (record.empty() && known != records_.end() && !sharesMemory(table_) &&
+      const Fields entry = entryOf(r);
+      const auto known = entries_.find(r);
+      const bool gave_up_before = options_.attempt && entry.contains("broken");
+      if (fieldOf(entry, "attempt") == attempt_ || gave_up_before)
+        take(r, entry);
+      else if (entry.empty() && known != entries_.end() && !sharesMemory(table_) &&
                fieldOf(known->second, "seen") == fieldOf(table_, "nonce"))
-        records_.erase(known);  // it has left
+        entries_.erase(known);  // it has left
     }
   }
 
-  // A rank's record, from the store or its connection.  Throws the rank's own error, and errors in
-  // the record.
-  void take(int r, const Fields& record) {
+  // A rank's entry, from the store or its connection.  Throws the rank's own error, and errors in
+  // the entry.
+  void take(int r, const Fields& entry) {
     const std::string who = r >= 0 && r < size_ ? shown(r) : "rank " + std::to_string(r);
-    if (fieldOf(record, "version") != kVersion)
+    if (fieldOf(entry, "version") != kVersion)
       throw Error(Failure::kSetup, who + " runs another version of ringreduce than " + shown(0) +
                                        ": install the same one on all hosts");
-    if (number(record, "size") != size_)
+    if (number(entry, "size") != size_)
       throw Error(Failure::kSetup, "world size mismatch: " + who + " (pid " +
-                                       fieldOf(record, "pid") + ") was started with world size " +
-                                       fieldOf(record, "size") + ", " + shown(0) + " with " +
+                                       fieldOf(entry, "pid") + ") was started with world size " +
+                                       fieldOf(entry, "size") + ", " + shown(0) + " with " +
                                        std::to_string(size_));
     if (r > 0 && r < size_) {
-      if (!records_.contains(r)) compareProgram(r, record);
-      records_[r] = record;
+      if (!entries_.contains(r)) compareProgram(r, entry);
+      entries_[r] = entry;
     }
-    if (const std::string broken = fieldOf(record, "broken"); !broken.empty())
-      throw Error(kindOf(record), broken);
+    if (const std::string broken = fieldOf(entry, "broken"); !broken.empty())
+      throw Error(kindOf(entry), broken);
   }
 
   // Programs of one job may differ, so a difference is no error.
-  void compareProgram(int r, const Fields& record) const {
-    const std::string own = fieldOf(mine_, "program"), theirs = fieldOf(record, "program");
+  void compareProgram(int r, const Fields& entry) const {
+    const std::string own = fieldOf(mine_, "program"), theirs = fieldOf(entry, "program");
     if (own.empty() || theirs.empty() || own == theirs) return;
-    log("group '" + options_.name + "': " + shown(r) + " (pid " + fieldOf(record, "pid") +
-        " on host " + fieldOf(record, "host") + ") runs " + theirs + ", and " + shown(0) +
-        " runs " + own + "; if these are two jobs, give each a MASTER_PORT of its own");
+    log("group '" + options_.name + "': " + shown(r) + " (pid " + fieldOf(entry, "pid") +
+        " on host " + fieldOf(entry, "host") + ") runs " + theirs + ", and " + shown(0) + " runs " +
+        own + "; if these are two jobs, give each a MASTER_PORT of its own");
   }
 
   // Of ranks that have not come.
@@ -230,9 +230,9 @@ class Meeting {
   }
 
   // An invitation to the ranks of this host, while the known ranks are all here; else the table of
-  // all ranks, or the request for their records.  Does nothing if that is published.
+  // all ranks, or the request for their entries.  Does nothing if that is published.
   void publish() {
-    const bool here = std::ranges::all_of(records_, [&](const auto& one) {
+    const bool here = std::ranges::all_of(entries_, [&](const auto& one) {
       return fieldOf(one.second, "id") == fieldOf(mine_, "id");
     });
     const bool memory = here && (options_.together || !forcesSockets());
@@ -252,7 +252,7 @@ class Meeting {
       leader();  // listens before any rank looks for it
     } else if (absentRanks().empty()) {
       addTo(table, 0, mine_);
-      for (const auto& [r, record] : records_) addTo(table, r, record);
+      for (const auto& [r, entry] : entries_) addTo(table, r, entry);
     }
     if (table == table_) return;
     table["nonce"] = net::randomGroup();
@@ -267,14 +267,14 @@ class Meeting {
     table["job"] = fieldOf(mine_, "job");
   }
 
-  static void addTo(Fields& table, int r, const Fields& record) {
+  static void addTo(Fields& table, int r, const Fields& entry) {
     for (const char* field : {"token", "id", "pid", "pid_namespace", "host"})
-      table[at(field, r)] = fieldOf(record, field);
+      table[at(field, r)] = fieldOf(entry, field);
   }
 
   bool allConfirmed() const {
     return !sharesMemory(table_) && absentRanks().empty() &&
-           std::ranges::all_of(records_, [&](const auto& one) {
+           std::ranges::all_of(entries_, [&](const auto& one) {
              return fieldOf(one.second, "seen") == fieldOf(table_, "nonce");
            });
   }
@@ -282,21 +282,21 @@ class Meeting {
   HostLeader& leader() try {
     if (!leader_)
       leader_.emplace(localRanks(socket_, secret_),
-                      [this](int r, const Fields& record) { take(r, record); });
+                      [this](int r, const Fields& entry) { take(r, entry); });
     return *leader_;
   } catch (const Error& error) {
     throw named(error);
   }
 
   // None if some ranks are on another host.
-  std::optional<Membership> lead() {
+  std::optional<HostMemory> lead() {
     struct Elsewhere {};
     bool all_there = false;
     const auto each = [&](std::vector<int> missing, const char* what) {
-      if (!all_there && AttemptClock::due(next_records_, std::max(pause(), kRecordsPause))) {
-        checkRecord();
-        readRecords(missing);
-        // A rank of this host with a record is about to connect.
+      if (!all_there && AttemptClock::due(next_entries_, std::max(pause(), kEntriesPause))) {
+        checkEntry();
+        readEntries(missing);
+        // A rank of this host with an entry is about to connect.
         if (absentRanks().empty()) publish();
         if (!sharesMemory(table_)) throw Elsewhere();
         if (!absentRanks().empty()) missing = absentRanks();
@@ -307,7 +307,7 @@ class Meeting {
       return leader().run(each, [&] {
         all_there = true;
         store_.remove(kTableKey);
-        if (is_put_) store_.remove(recordKey(0));
+        if (is_put_) store_.remove(entryKey(0));
       });
     } catch (const Elsewhere&) {
       leader().sendAway();
@@ -318,7 +318,7 @@ class Meeting {
 
   // Ranks that share no memory have all confirmed the table.
   Rendezvous publishFinalTable() {
-    for (const auto& [r, record] : records_) table_[at("said", r)] = fieldOf(record, "said");
+    for (const auto& [r, entry] : entries_) table_[at("said", r)] = fieldOf(entry, "said");
     table_[at("said", 0)] = ownSettings(table_);
     table_["go"] = "1";
     store_.set(kTableKey, encode(table_));
@@ -341,15 +341,15 @@ class Meeting {
       const auto tell = [&](const std::vector<int>& ranks) {
         const Fields before = last;
         for (const int r : ranks) {
-          const Fields record = lastRecordOf(r);
+          const Fields entry = lastEntryOf(r);
           if (const auto note = notes_.find(r); note != notes_.end())
             last[at("token", r)] = fieldOf(note->second, "token");
-          if (record.empty()) continue;
-          last[at("token", r)] = fieldOf(record, "token");
+          if (entry.empty()) continue;
+          last[at("token", r)] = fieldOf(entry, "token");
           // Two processes claim this rank.
-          if (record.contains("rival")) last[at("rival", r)] = fieldOf(record, "rival");
-          tokens[r] = fieldOf(record, "token");
-          if (!fieldOf(record, "broken").empty()) store_.set(recordKey(r), "");
+          if (entry.contains("rival")) last[at("rival", r)] = fieldOf(entry, "rival");
+          tokens[r] = fieldOf(entry, "token");
+          if (!fieldOf(entry, "broken").empty()) store_.set(entryKey(r), "");
         }
         if (last != before || ranks.empty()) store_.set(kTableKey, encode(last));
       };
@@ -357,7 +357,7 @@ class Meeting {
       tell(otherRanks(rank_, size_));
       leave();
       // The store may go with the process of rank 0, so it waits until the others have the reason.
-      // Those that are about to come put a record when they see it.
+      // Those that are about to come put an entry when they see it.
       const bool waits_for_all =
           reason.kind == Failure::kSetup || reason.kind == Failure::kArgument;
       AttemptClock::await(
@@ -367,7 +367,7 @@ class Meeting {
             if (waits_for_all) tell(untold);
             const bool all_known = !waits_for_all || untold.empty();
             return all_known && std::ranges::none_of(tokens, [&](const auto& one) {
-                     return fieldOf(recordOf(one.first), "token") == one.second;
+                     return fieldOf(entryOf(one.first), "token") == one.second;
                    });
           },
           limits::kReadersTime);
@@ -377,13 +377,13 @@ class Meeting {
   }
 
   // As the store has it, or as it was last read, or as the rank sent it when it connected.
-  Fields lastRecordOf(int rank) {
+  Fields lastEntryOf(int rank) {
     try {
-      if (const Fields record = recordOf(rank); !record.empty()) return record;
+      if (const Fields entry = entryOf(rank); !entry.empty()) return entry;
     } catch (const std::exception& error) {  // the first error matters more
-      log("cannot read the record of " + shown(rank) + ": " + error.what());
+      log("cannot read the entry of " + shown(rank) + ": " + error.what());
     }
-    return records_[rank];
+    return entries_[rank];
   }
 
   // ---- the other ranks
@@ -400,24 +400,24 @@ class Meeting {
       if (table.contains("failed")) {
         if (lists(table) || options_.attempt) failAs(table, ", learned by " + shown(rank_));
         if (isLateReason(table)) failAs(table, beforeItCame());
-        if (!is_put_ && concerns(table)) putRecord();  // rank 0 may wait to tell this rank
+        if (!is_put_ && concerns(table)) putEntry();  // rank 0 may wait to tell this rank
         continue;
       }
       if (!table.empty() && fieldOf(table, "attempt") != fieldOf(mine_, "attempt")) {
         attempt_ = mine_["attempt"] = fieldOf(table, "attempt");
-        if (is_put_) putRecord();  // it answered a table of an earlier run
+        if (is_put_) putEntry();  // it answered a table of an earlier run
       }
       if (invites(table) || lists(table)) hint_.clear();
       if (invites(table)) {
         if (nonce == refused_) continue;
-        if (auto membership = join(table)) return {std::move(*membership), std::nullopt};
+        if (auto host_memory = join(table)) return {std::move(*host_memory), std::nullopt};
       } else if (lists(table)) {
         confirm(table);
         if (fieldOf(table, "go") != "1") continue;
         leave();
         return {{}, Hosts(table, rank_, size_, options_)};
       } else if (!table.empty() && !is_put_) {
-        putRecord();
+        putEntry();
       }
     }
   } catch (const Error& error) {
@@ -512,11 +512,11 @@ class Meeting {
     } catch (const Error& error) {
       refuse(error);
     }
-    putRecord();
+    putEntry();
   }
 
   // None if it is not the end: the leader's queue is full, or it sent this rank away.
-  std::optional<Membership> join(const Fields& table) {
+  std::optional<HostMemory> join(const Fields& table) {
     shared_ = SharedOptions::fromText(fieldOf(table, "options"));
     const LocalRanks ranks = localRanks(fieldOf(table, "socket"), fieldOf(table, "secret"));
     Fd socket;
@@ -533,16 +533,16 @@ class Meeting {
     bool all_there = false;
     const auto each = [&] {
       stepClock(lateRanks());
-      if (!all_there) checkRecord();
+      if (!all_there) checkEntry();
     };
     try {
-      auto membership = joinLeader(std::move(socket), ranks, each, [&] {
+      auto host_memory = joinLeader(std::move(socket), ranks, each, [&] {
         all_there = true;
-        if (is_put_) store_.remove(recordKey(rank_));
+        if (is_put_) store_.remove(entryKey(rank_));
         if (!noted_.empty()) store_.remove(noteKey(rank_));
       });
-      if (!membership) refused_ = fieldOf(table, "nonce");
-      return membership;
+      if (!host_memory) refused_ = fieldOf(table, "nonce");
+      return host_memory;
     } catch (const LeaderClosed&) {
       findReason(fieldOf(table, "nonce"));
     } catch (const Error&) {
@@ -580,7 +580,7 @@ class Meeting {
                                         "' was being made (this is " + shown(rank_) + ")");
   }
 
-  // Rank 0 learns it, if it is there or comes soon.  A table may be an old one, so the record is
+  // Rank 0 learns it, if it is there or comes soon.  A table may be an old one, so the entry is
   // put for each attempt that shows, until rank 0 has given up for it.
   [[noreturn]] void refuseToTakePart() {
     const Error error = named(*refusal_);
@@ -599,7 +599,7 @@ class Meeting {
     throw Error(error);
   }
 
-  // Tells rank 0 in this rank's record, and throws.
+  // Tells rank 0 in this rank's entry, and throws.
   [[noreturn]] void refuse(const Error& error) {
     tellRank0({error.kind(), error.what()});
     throw error;
@@ -608,7 +608,7 @@ class Meeting {
     mine_["broken"] = why.text;
     mine_["kind"] = std::to_string(static_cast<int>(why.kind));
     try {
-      putRecord();
+      putEntry();
     } catch (const std::exception& failure) {  // the first error matters more
       log("cannot tell rank 0 why " + shown(rank_) + " gave up: " + failure.what());
     }
@@ -623,7 +623,7 @@ class Meeting {
             .secret = secret,
             .shared = shared_,
             .options = options_,
-            .record = mine_};
+            .entry = mine_};
   }
 
   std::string ownSettings(const Fields& table) const {
@@ -635,18 +635,18 @@ class Meeting {
     }
   }
 
-  Fields recordOf(int rank) { return decode(store_.get(recordKey(rank)).value_or("")); }
-  void putRecord() {
-    store_.set(recordKey(rank_), encode(mine_));
+  Fields entryOf(int rank) { return decode(store_.get(entryKey(rank)).value_or("")); }
+  void putEntry() {
+    store_.set(entryKey(rank_), encode(mine_));
     is_put_ = true;
   }
-  // Empties the record and does not remove it: a store of torch's without compareSet waits for a
+  // Empties the entry and does not remove it: a store of torch's without compareSet waits for a
   // key that is removed while another rank asks for it.
-  // A record that names a rival or a reason stays, for the rival and rank 0 to read.
+  // An entry that names a rival or a reason stays, for the rival and rank 0 to read.
   void leave() {
     if (!noted_.empty()) store_.set(noteKey(rank_), "");
     if (is_put_ && !mine_.contains("rival") && !mine_.contains("broken"))
-      store_.set(recordKey(rank_), "");
+      store_.set(entryKey(rank_), "");
   }
 
   // The store may have ended with rank 0, and the first error matters more.
@@ -654,19 +654,19 @@ class Meeting {
     try {
       leave();
     } catch (const std::exception& failure) {
-      log("cannot empty the record of " + shown(rank_) + ": " + failure.what());
+      log("cannot empty the entry of " + shown(rank_) + ": " + failure.what());
     }
   }
 
-  // Throws if another process has taken this rank's record.  Once a tick.
-  // No rank needs the record of rank 0, but a second process of rank 0: it is put once rank 0
+  // Throws if another process has taken this rank's entry.  Once a tick.
+  // No rank needs the entry of rank 0, but a second process of rank 0: it is put once rank 0
   // waits.
-  void checkRecord() {
-    if (rank_ == 0 && !is_put_) putRecord();
+  void checkEntry() {
+    if (rank_ == 0 && !is_put_) putEntry();
     if (rank_ == 0) readNotes();
     if (!is_put_ || !AttemptClock::due(next_look_)) return;
     if (rank_ == 0) checkTable();
-    const Fields own = recordOf(rank_);
+    const Fields own = entryOf(rank_);
     if (own.empty() || fieldOf(own, "token") == fieldOf(mine_, "token")) return;
     mine_["rival"] = fieldOf(own, "token");  // rank 0 tells it too
     refuse(Error(Failure::kSetup, "two processes claim " + shown(rank_) + ": pid " +
@@ -688,11 +688,11 @@ class Meeting {
 
   void poll() {
     stepClock(lateRanks());
-    checkRecord();
+    checkEntry();
     AttemptClock::sleep(pause());
   }
 
-  Nanos pause() const { return clock_.pause(std::min(size_ * kLeastPause, kRecordsPause)); }
+  Nanos pause() const { return clock_.pause(std::min(size_ * kLeastPause, kEntriesPause)); }
 
   // Throws at the deadline.  `late` did not do `what` yet.
   void stepClock(const std::vector<int>& late, const std::string& what = "join") {
@@ -738,7 +738,7 @@ class Meeting {
     return text;
   }
 
-  // Of a record, a table or a note.  Two launchers may have started ranks of one job.
+  // Of an entry, a table or a note.  Two launchers may have started ranks of one job.
   bool isOfOtherJob(const Fields& fields) const {
     const std::string job = fieldOf(fields, "job"), own = fieldOf(mine_, "job");
     return !job.empty() && !own.empty() && job != own &&
@@ -779,8 +779,8 @@ class Meeting {
     if (rank_ != 0) return {0};
     if (std::vector<int> absent = absentRanks(); !absent.empty()) return absent;
     std::vector<int> unconfirmed;
-    for (const auto& [r, record] : records_)
-      if (fieldOf(record, "seen") != fieldOf(table_, "nonce")) unconfirmed.push_back(r);
+    for (const auto& [r, entry] : entries_)
+      if (fieldOf(entry, "seen") != fieldOf(table_, "nonce")) unconfirmed.push_back(r);
     return unconfirmed;
   }
 
@@ -791,17 +791,17 @@ class Meeting {
   const GroupOptions& options_;
   const OwnSettings& own_settings_;
   AttemptClock clock_;
-  Nanos next_look_ = 0, next_records_ = now() + kRecordsPause;
+  Nanos next_look_ = 0, next_entries_ = now() + kEntriesPause;
   Fields mine_;
   OtherGroups other_groups_;
   std::optional<Error> refusal_;  // an error in this rank's own settings
-  bool is_put_ = false;           // the record is in the store
+  bool is_put_ = false;           // the entry is in the store
   SharedOptions shared_;
 
   // Rank 0.
   std::string attempt_ = net::randomGroup();  // on other ranks: rank 0's
   std::string socket_, secret_;
-  std::map<int, Fields> records_;  // of the other ranks
+  std::map<int, Fields> entries_;  // of the other ranks
   Fields table_;
   std::optional<HostLeader> leader_;
   std::map<int, Fields> notes_;  // of ranks that have not come

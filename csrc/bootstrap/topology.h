@@ -9,7 +9,7 @@
 #include "algorithm/choose.h"
 #include "algorithm/ring_order.h"
 #include "base/clock.h"
-#include "bootstrap/membership.h"
+#include "bootstrap/host_memory.h"
 #include "bootstrap/options.h"
 #include "bootstrap/unix_socket.h"
 

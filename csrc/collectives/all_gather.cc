@@ -35,7 +35,7 @@ SharedData AllGather::shared(int rank) const {
   return bytes <= kMostBytes ? SharedData{input, bytes} : SharedData{};
 }
 
-void allGather(Communicator& c, const AllGather& a) {
+void allGather(OverMemory& c, const AllGather& a) {
   Exchange& exchange = c.exchange;
   const size_t width = sizeOf(a.dtype);
   const auto* input = static_cast<const std::byte*>(a.input);
@@ -75,7 +75,7 @@ void allGather(Communicator& c, const AllGather& a) {
   });
 }
 
-void allGatherUnknown(Communicator& c, const AllGatherUnknown& a) {
+void allGatherUnknown(OverMemory& c, const AllGatherUnknown& a) {
   const auto P = static_cast<size_t>(c.size);
   const uint64_t mine = a.count;
   std::vector<uint64_t> theirs(P);
@@ -89,7 +89,7 @@ void allGatherUnknown(Communicator& c, const AllGatherUnknown& a) {
 
 // ---- over streams
 
-void allGather(StreamCommunicator& c, const AllGather& a) {
+void allGather(OverStreams& c, const AllGather& a) {
   const auto P = static_cast<size_t>(c.size), me = static_cast<size_t>(c.rank);
   const size_t width = sizeOf(a.dtype);
   if (a.outputs[me] != a.input) copyBytes(a.outputs[me], a.input, a.counts[me] * width);
@@ -106,7 +106,7 @@ void allGather(StreamCommunicator& c, const AllGather& a) {
     gatherByBruck(c.transport, blocks, bruckRadix(c.size, c.options.cost));
 }
 
-void allGatherUnknown(StreamCommunicator& c, const AllGatherUnknown& a) {
+void allGatherUnknown(OverStreams& c, const AllGatherUnknown& a) {
   const auto P = static_cast<size_t>(c.size), me = static_cast<size_t>(c.rank);
   auto* counts = reinterpret_cast<uint64_t*>(c.scratch(P * sizeof(uint64_t)));
   counts[me] = a.count;

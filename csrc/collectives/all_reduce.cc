@@ -18,7 +18,7 @@
 namespace ringreduce {
 namespace {
 
-void ring(Communicator& c, const AllReduce& a) {
+void ring(OverMemory& c, const AllReduce& a) {
   const ReduceKernels& kernels = reduceKernels(a.dtype, a.op);
   const size_t widest = std::max(sizeOf(kernels.partial), sizeOf(a.dtype));
   const size_t slice = c.link_slots.bytes / widest / kChunkElements * kChunkElements;
@@ -37,7 +37,7 @@ SharedData AllReduce::shared(int) const {
   return {data, count * sizeOf(dtype)};
 }
 
-void allReduce(Communicator& c, const AllReduce& a) {
+void allReduce(OverMemory& c, const AllReduce& a) {
   const auto where_they_lie = [&](const std::vector<std::byte*>& data) {
     reduceInPlace(c, data, a.count, a.dtype, a.op, Reducible::kEverybody);
   };
@@ -73,7 +73,7 @@ std::vector<RingChunk> chunksOf(const AllReduce& a, int world_size) {
 
 // Every rank gathers all inputs and adds them.  The sum overwrites this rank's input, which the
 // transport may still be sending, so a copy of the input is sent.
-void bruck(StreamCommunicator& c, const AllReduce& a, int radix) {
+void bruck(OverStreams& c, const AllReduce& a, int radix) {
   const auto P = static_cast<size_t>(c.size);
   const size_t width = sizeOf(a.dtype), bytes = a.count * width;
   std::byte* const all = c.scratch(P * bytes);
@@ -98,7 +98,7 @@ void bruck(StreamCommunicator& c, const AllReduce& a, int radix) {
 // Each rank adds its chunk of all inputs and sends the sum to all ranks, slice by slice.  Sums
 // arrive in memory whose inputs the transport may still be sending; stream_algorithms.h explains
 // why that is safe.
-void twoShot(StreamCommunicator& c, const AllReduce& a) {
+void twoShot(OverStreams& c, const AllReduce& a) {
   const int P = c.size, me = c.rank;
   const size_t width = sizeOf(a.dtype);
   const std::vector<RingChunk> chunks = chunksOf(a, P);
@@ -142,7 +142,7 @@ CallSize callSize(const AllReduce& a, Algorithm wanted) {
           .wanted = wanted};
 }
 
-void allReduce(StreamCommunicator& c, const AllReduce& a) {
+void allReduce(OverStreams& c, const AllReduce& a) {
   if (a.op == ReduceOp::kPremulSum) scale(a.dtype, a.data, a.data, a.count, a.factor);
   const int P = c.size;
   if (P == 1) return;  // the reduction of one value is the value
@@ -159,7 +159,7 @@ void allReduce(StreamCommunicator& c, const AllReduce& a) {
   }
 }
 
-void allReduceSums(StreamCommunicator& c, const SumsOfHosts& s) {
+void allReduceSums(OverStreams& c, const SumsOfHosts& s) {
   const Cut cut{s.count, static_cast<int>(s.ranks.size())};
   const size_t wide = sizeOf(reduceKernels(s.dtype, s.op).partial), width = sizeOf(s.dtype);
   std::vector<RingChunk> chunks;

@@ -14,8 +14,8 @@
 #include "algorithm/cut.h"
 #include "base/bytes.h"
 #include "collectives/collectives.h"
+#include "collectives/over_streams.h"
 #include "collectives/shared_memory.h"
-#include "collectives/stream_communicator.h"
 
 namespace ringreduce {
 
@@ -54,7 +54,7 @@ namespace {
 
 // The elements of the longest message.  Throws if a rank sends another count than its receiver
 // expects.
-uint64_t agreeOnLongest(Communicator& c, const AllToAll& a) {
+uint64_t agreeOnLongest(OverMemory& c, const AllToAll& a) {
   const auto P = static_cast<size_t>(c.size);
   const std::vector<uint64_t> mine(a.send_counts.begin(), a.send_counts.end());
   std::vector<uint64_t> all(P * P);  // [from][to]
@@ -72,7 +72,7 @@ uint64_t agreeOnLongest(Communicator& c, const AllToAll& a) {
 
 }  // namespace
 
-void allToAll(Communicator& c, const AllToAll& a) {
+void allToAll(OverMemory& c, const AllToAll& a) {
   Exchange& exchange = c.exchange;
   const size_t width = sizeOf(a.dtype);
   const auto index = [](int r) { return static_cast<size_t>(r); };
@@ -117,7 +117,7 @@ void allToAll(Communicator& c, const AllToAll& a) {
 
 // ---- over streams
 
-void allToAll(StreamCommunicator& c, const AllToAll& a) {
+void allToAll(OverStreams& c, const AllToAll& a) {
   const int P = c.size, me = c.rank;
   const size_t width = sizeOf(a.dtype);
   const auto index = [](int r) { return static_cast<size_t>(r); };

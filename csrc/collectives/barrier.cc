@@ -5,11 +5,11 @@
 // hops have arrived.  Source: Hensgen, Finkel and Manber, "Two algorithms for barrier
 // synchronization" (1988).
 #include "collectives/collectives.h"
-#include "collectives/stream_communicator.h"
+#include "collectives/over_streams.h"
 
 namespace ringreduce {
 
-void barrier(Communicator& c, const Barrier&) {
+void barrier(OverMemory& c, const Barrier&) {
   const uint64_t step = c.exchange.begin(1);
   c.exchange.post(step);
   for (int r = 0; r < c.size; ++r)
@@ -19,7 +19,7 @@ void barrier(Communicator& c, const Barrier&) {
 
 // ---- over streams
 
-void barrier(StreamCommunicator& c, const Barrier&) {
+void barrier(OverStreams& c, const Barrier&) {
   static constexpr std::byte kHere{1};
   const int P = c.size;
   for (int distance = 1; distance < P; distance *= 2) {

@@ -22,7 +22,7 @@ SharedData Broadcast::shared(int) const {
   return {data, count * sizeOf(dtype)};
 }
 
-void broadcast(Communicator& c, const Broadcast& b) {
+void broadcast(OverMemory& c, const Broadcast& b) {
   if (c.size == 1) return;
   const auto chunk_by_chunk = [&](const std::vector<std::byte*>& data) {
     const size_t width = sizeOf(b.dtype);
@@ -102,7 +102,7 @@ void byChain(Transport& transport, int root, std::byte* data, size_t bytes) {
 
 }  // namespace
 
-void broadcast(StreamCommunicator& c, const Broadcast& b) {
+void broadcast(OverStreams& c, const Broadcast& b) {
   if (c.size == 1) return;
   const size_t bytes = b.count * sizeOf(b.dtype);
   auto* data = static_cast<std::byte*>(b.data);

@@ -2,7 +2,7 @@
 // says how it works.
 //
 // A call is a struct with a Kind (base/op_signature.h) and a function for each kind of wires:
-// shared memory (a Communicator) and streams of bytes (a StreamCommunicator).
+// shared memory (an OverMemory) and streams of bytes (an OverStreams).
 // epoch/operation.cc checks and announces a call by its members: count, counts, dtype, op, root,
 // inputs, outputs.  A call that needs more has one of these members:
 //
@@ -28,7 +28,7 @@
 
 namespace ringreduce {
 
-class StreamCommunicator;
+class OverStreams;
 
 // Memory of this rank that the other ranks read or write, if all ranks have theirs in shared blocks
 // (transport/shm/shared_tensors.h); null if the call has no such way.
@@ -51,8 +51,8 @@ struct AllReduce {
   void sign(OpSignature& signature) const { signature.parts = borders; }
   SharedData shared(int rank) const;
 };
-void allReduce(Communicator&, const AllReduce&);
-void allReduce(StreamCommunicator&, const AllReduce&);
+void allReduce(OverMemory&, const AllReduce&);
+void allReduce(OverStreams&, const AllReduce&);
 // What the choice of its algorithm needs to know.
 CallSize callSize(const AllReduce&, Algorithm wanted);
 
@@ -78,8 +78,8 @@ struct CompressedAllReduce {
   std::string problem(int world_size) const;
   void sign(OpSignature& signature) const;
 };
-void compressedAllReduce(Communicator&, const CompressedAllReduce&);
-void compressedAllReduce(StreamCommunicator&, const CompressedAllReduce&);
+void compressedAllReduce(OverMemory&, const CompressedAllReduce&);
+void compressedAllReduce(OverStreams&, const CompressedAllReduce&);
 
 // The reduction arrives in `output` of `root`, which may be its input.  Other outputs stay as they
 // are.
@@ -95,8 +95,8 @@ struct Reduce {
 
   SharedData shared(int rank) const;
 };
-void reduce(Communicator&, const Reduce&);
-void reduce(StreamCommunicator&, const Reduce&);
+void reduce(OverMemory&, const Reduce&);
+void reduce(OverStreams&, const Reduce&);
 
 // `output` receives the reduction of inputs[this rank] of all ranks, counts[this rank] elements. It
 // may be that input.
@@ -111,11 +111,11 @@ struct ReduceScatter {
 
   SharedData shared(int rank) const;
 };
-void reduceScatter(Communicator&, const ReduceScatter&);
-void reduceScatter(StreamCommunicator&, const ReduceScatter&);
+void reduceScatter(OverMemory&, const ReduceScatter&);
+void reduceScatter(OverStreams&, const ReduceScatter&);
 // The same, but the output receives partial sums (kernels/reduce.h), not rounded and not divided,
 // to which more can be added.  `output` may be the input only if partial sums have the dtype.
-void reduceScatterSums(Communicator&, const ReduceScatter&);
+void reduceScatterSums(OverMemory&, const ReduceScatter&);
 
 // `data` of `root` is copied to all ranks.
 struct Broadcast {
@@ -127,8 +127,8 @@ struct Broadcast {
 
   SharedData shared(int rank) const;
 };
-void broadcast(Communicator&, const Broadcast&);
-void broadcast(StreamCommunicator&, const Broadcast&);
+void broadcast(OverMemory&, const Broadcast&);
+void broadcast(OverStreams&, const Broadcast&);
 
 // outputs[r] receives rank r's input of counts[r] elements.  An output may be the input itself.
 struct AllGather {
@@ -140,8 +140,8 @@ struct AllGather {
 
   SharedData shared(int rank) const;
 };
-void allGather(Communicator&, const AllGather&);
-void allGather(StreamCommunicator&, const AllGather&);
+void allGather(OverMemory&, const AllGather&);
+void allGather(OverStreams&, const AllGather&);
 
 // The same where a rank knows only its own count: once all are known, `place` returns where each
 // rank's elements go.
@@ -151,8 +151,8 @@ struct AllGatherUnknown {
   DType dtype;
   std::function<std::vector<void*>(const std::vector<size_t>& counts)> place;
 };
-void allGatherUnknown(Communicator&, const AllGatherUnknown&);
-void allGatherUnknown(StreamCommunicator&, const AllGatherUnknown&);
+void allGatherUnknown(OverMemory&, const AllGatherUnknown&);
+void allGatherUnknown(OverStreams&, const AllGatherUnknown&);
 
 // An all-gather of the elements of sparse tensors.  Were they dense they would have `count`
 // elements; `shape` is a hash of their shape.
@@ -178,8 +178,8 @@ struct Gather {
   DType dtype;
   int root;
 };
-void gather(Communicator&, const Gather&);
-void gather(StreamCommunicator&, const Gather&);
+void gather(OverMemory&, const Gather&);
+void gather(OverStreams&, const Gather&);
 
 // `output` receives inputs[this rank] of `root`: `count` elements.  The root's may be that input.
 struct Scatter {
@@ -190,8 +190,8 @@ struct Scatter {
   DType dtype;
   int root;
 };
-void scatter(Communicator&, const Scatter&);
-void scatter(StreamCommunicator&, const Scatter&);
+void scatter(OverMemory&, const Scatter&);
+void scatter(OverStreams&, const Scatter&);
 
 // outputs[r] receives inputs[this rank] of rank r.
 struct AllToAll {
@@ -207,15 +207,15 @@ struct AllToAll {
   void reorder(const std::vector<int>& ranks);
   SharedData shared(int rank) const;
 };
-void allToAll(Communicator&, const AllToAll&);
-void allToAll(StreamCommunicator&, const AllToAll&);
+void allToAll(OverMemory&, const AllToAll&);
+void allToAll(OverStreams&, const AllToAll&);
 
 // Returns when all ranks have called it.
 struct Barrier {
   static constexpr Kind kKind = Kind::kBarrier;
 };
-void barrier(Communicator&, const Barrier&);
-void barrier(StreamCommunicator&, const Barrier&);
+void barrier(OverMemory&, const Barrier&);
+void barrier(OverStreams&, const Barrier&);
 
 // A barrier whose error names the absent ranks in the words of torch's monitored_barrier.
 struct MonitoredBarrier {
@@ -228,7 +228,7 @@ using CollectiveCall =
     std::variant<AllReduce, Reduce, ReduceScatter, Broadcast, AllGather, Gather, Scatter, AllToAll,
                  Barrier, SparseAllReduce, MonitoredBarrier, CompressedAllReduce>;
 
-// The function of each call.  `wires`: a Communicator or a StreamCommunicator.
+// The function of each call.  `wires`: an OverMemory or an OverStreams.
 template <class Wires>
 void perform(Wires& wires, const CollectiveCall& call) {
   struct {
@@ -259,7 +259,7 @@ struct CompressedAmong {
   int world_size;
   size_t slice = 0, window = 0;  // elements, and slices in flight; 0: chosen for the message
 };
-void compressedAllReduce(StreamCommunicator&, const CompressedAmong&);
+void compressedAllReduce(OverStreams&, const CompressedAmong&);
 
 // Adds up partial sums of several hosts, as reduceScatterSums makes them, round the ring of
 // `ranks`, this rank among them.  The owner of a chunk adds its own sums last.
@@ -272,7 +272,7 @@ struct SumsOfHosts {
   std::vector<int> ranks;
   int world_size;  // addends of each element, for the average
 };
-void allReduceSums(StreamCommunicator&, const SumsOfHosts&);
+void allReduceSums(OverStreams&, const SumsOfHosts&);
 
 // ---- helpers for calls in shared tensors
 
@@ -285,7 +285,7 @@ void allReduceSums(StreamCommunicator&, const SumsOfHosts&);
 // after the barrier fails too: the pages at both ends of the data are shared with other tensors,
 // and are not copied.
 template <class Body>
-bool inPlace(Communicator& c, Body body) {
+bool inPlace(OverMemory& c, Body body) {
   if (!c.tensors || c.size == 1) return false;
   try {
     const std::vector<std::byte*>* const data = c.tensors->gather();

@@ -204,7 +204,7 @@ size_t sliceOf(Codec codec, size_t slot_bytes, int parts) {
 
 // A slot has a part for each rank: for the others this rank's addends of their chunks, for itself
 // the sum of its own.
-void byOwners(Communicator& c, const CompressedAllReduce& a) {
+void byOwners(OverMemory& c, const CompressedAllReduce& a) {
   Exchange& exchange = c.exchange;
   const size_t share = exchange.slotBytes() / static_cast<size_t>(c.size);
   const size_t slice = sliceOf(a.coding.codec, exchange.slotBytes(), c.size);
@@ -264,7 +264,7 @@ void byOwners(Communicator& c, const CompressedAllReduce& a) {
 // The five ring primitives (algorithm/ring.h) over links whose slots hold coded slices.
 class CodedPrimitives {
  public:
-  CodedPrimitives(Communicator& c, CodedMessage& message, Codec codec)
+  CodedPrimitives(OverMemory& c, CodedMessage& message, Codec codec)
       : c_(c), message_(message), codec_(codec) {}
 
   void send(int chunk, size_t j) {
@@ -315,13 +315,13 @@ class CodedPrimitives {
     if (!decoded) c_.watch.broken(c_.previousRank(), undecodable(codec_));
   }
 
-  Communicator& c_;
+  OverMemory& c_;
   CodedMessage& message_;
   const Codec codec_;
   bool verified_ = false;
 };
 
-void byRing(Communicator& c, const CompressedAllReduce& a) {
+void byRing(OverMemory& c, const CompressedAllReduce& a) {
   const size_t slice = sliceOf(a.coding.codec, c.link_slots.bytes, 1);
   CodedMessage message(a, c.rank, c.size, c.size, slice);
   CodedPrimitives primitives(c, message, a.coding.codec);
@@ -333,7 +333,7 @@ void byRing(Communicator& c, const CompressedAllReduce& a) {
 
 }  // namespace
 
-void compressedAllReduce(Communicator& c, const CompressedAllReduce& a) {
+void compressedAllReduce(OverMemory& c, const CompressedAllReduce& a) {
   if (c.size == 1) return copyUncoded(a);
   if (a.schedule == CodedSchedule::kRing)
     byRing(c, a);
@@ -363,7 +363,7 @@ size_t windowOf(Codec codec, size_t slice) {
 // The common part of both schedules.
 class CodedPass {
  public:
-  CodedPass(StreamCommunicator& c, const CompressedAmong& among)
+  CodedPass(OverStreams& c, const CompressedAmong& among)
       : transport_(c.transport),
         watch_(c.watch),
         ranks_(among.ranks),
@@ -403,7 +403,7 @@ class CodedPass {
 // A step waits only for earlier steps of others, so no rank waits for ever.
 class ByOwners : CodedPass {
  public:
-  ByOwners(StreamCommunicator& c, const CompressedAmong& among)
+  ByOwners(OverStreams& c, const CompressedAmong& among)
       : CodedPass(c, among),
         arriving_(codedBytes(codec_, std::min(slice_, Cut{among.call.count, P_}.chunkSize()))),
         addends_(c.scratch(static_cast<size_t>(P_ - 1) * window_ * arriving_)) {}
@@ -548,7 +548,7 @@ class CodedRing : CodedPass {
 
 }  // namespace
 
-void compressedAllReduce(StreamCommunicator& c, const CompressedAmong& among) {
+void compressedAllReduce(OverStreams& c, const CompressedAmong& among) {
   CompressedAmong chosen = among;
   CompressedAllReduce& a = chosen.call;
   const size_t n = a.chosen_for ? a.chosen_for : a.count;
@@ -567,7 +567,7 @@ void compressedAllReduce(StreamCommunicator& c, const CompressedAmong& among) {
     ByOwners(c, chosen).run();
 }
 
-void compressedAllReduce(StreamCommunicator& c, const CompressedAllReduce& a) {
+void compressedAllReduce(OverStreams& c, const CompressedAllReduce& a) {
   if (c.size == 1) return copyUncoded(a);
   std::vector<int> all(static_cast<size_t>(c.size));
   std::iota(all.begin(), all.end(), 0);

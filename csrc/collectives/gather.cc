@@ -7,12 +7,12 @@
 #include "algorithm/cut.h"
 #include "base/bytes.h"
 #include "collectives/collectives.h"
+#include "collectives/over_streams.h"
 #include "collectives/shared_memory.h"
-#include "collectives/stream_communicator.h"
 
 namespace ringreduce {
 
-void gather(Communicator& c, const Gather& g) {
+void gather(OverMemory& c, const Gather& g) {
   Exchange& exchange = c.exchange;
   const size_t bytes = g.count * sizeOf(g.dtype);
   const auto* input = static_cast<const std::byte*>(g.input);
@@ -41,7 +41,7 @@ void gather(Communicator& c, const Gather& g) {
 
 // ---- over streams
 
-void gather(StreamCommunicator& c, const Gather& g) {
+void gather(OverStreams& c, const Gather& g) {
   const size_t bytes = g.count * sizeOf(g.dtype);
   if (c.rank != g.root) return c.transport.send(g.root, g.input, bytes);
   const auto output = [&](int r) { return g.outputs[static_cast<size_t>(r)]; };

@@ -7,8 +7,8 @@
 #include "algorithm/cut.h"
 #include "bootstrap/process.h"
 #include "collectives/collectives.h"
+#include "collectives/over_streams.h"
 #include "collectives/shared_memory.h"
-#include "collectives/stream_communicator.h"
 #include "kernels/reduce.h"
 #include "transport/wait_guard.h"
 
@@ -20,21 +20,21 @@ namespace ringreduce {
 // The pages hold the signatures that the whole group announces.
 class Hierarchy::Neighbours final : public RingPositionGuard {
  public:
-  Neighbours(const Hosts& hosts, const Membership& membership, Arbiter& arbiter)
+  Neighbours(const Hosts& hosts, const HostMemory& host_memory, Arbiter& arbiter)
       : RingPositionGuard(arbiter, hosts.localRanks()),
         me_(hosts.localRankOf(hosts.rank())),
-        membership_(membership),
+        host_memory_(host_memory),
         arbiter_(arbiter),
-        memory_(me_, membership, *this) {
-    for (const Member& member : membership.members) processes_.push_back(member.process);
+        memory_(me_, host_memory, *this) {
+    for (const Member& member : host_memory.members) processes_.push_back(member.process);
   }
 
   SharedMemory& memory() { return memory_; }
-  Communicator& begin() {
+  OverMemory& begin() {
     RankPage& own = page(me_);
     own.announcements[next_ % kAnnouncements] = arbiter_.current();
     own.announced.publish(++next_);
-    return memory_.communicator();
+    return memory_.over();
   }
 
   // ---- WaitGuard, by places
@@ -62,12 +62,12 @@ class Hierarchy::Neighbours final : public RingPositionGuard {
   }
 
  private:
-  RankPage& page(int place) const { return pageOf(membership_, place); }
+  RankPage& page(int place) const { return pageOf(host_memory_, place); }
   // Whether that rank has arrived at this operation.
   bool hasAnnounced(int place) const { return page(place).announced.observe() >= next_; }
 
   const int me_;
-  const Membership& membership_;
+  const HostMemory& host_memory_;
   Arbiter& arbiter_;
   std::vector<ProcessFds> processes_;
   SharedMemory memory_;
@@ -81,13 +81,13 @@ bool Hierarchy::fits(const Hosts& hosts, const SharedOptions& options) {
 }
 
 std::unique_ptr<Hierarchy> Hierarchy::create(const Hosts& hosts, const SharedOptions& options,
-                                             const HostRing& ring, const Membership& neighbours,
+                                             const HostRing& ring, const HostMemory& neighbours,
                                              Arbiter& arbiter) {
   if (!fits(hosts, options)) return nullptr;
   return std::unique_ptr<Hierarchy>(new Hierarchy(hosts, ring, neighbours, arbiter));
 }
 
-Hierarchy::Hierarchy(const Hosts& hosts, const HostRing& ring, const Membership& neighbours,
+Hierarchy::Hierarchy(const Hosts& hosts, const HostRing& ring, const HostMemory& neighbours,
                      Arbiter& arbiter)
     : hosts_(hosts),
       arbiter_(arbiter),
@@ -110,7 +110,7 @@ size_t Hierarchy::stagingBytes() const {
   return neighbours_->memory().bytes();
 }
 
-bool Hierarchy::takes(const StreamCommunicator& c, const AllReduce& a) const {
+bool Hierarchy::takes(const OverStreams& c, const AllReduce& a) const {
   const int ranks_on_host = static_cast<int>(hosts_.localRanks().size());
   return c.choose(callSize(a, c.options.algorithm), ranks_on_host) == Algorithm::kHierarchical;
 }
@@ -137,7 +137,7 @@ Hierarchy::InsideHost Hierarchy::parts(const void* input, void* output, size_t c
   return made;
 }
 
-void Hierarchy::allReduce(StreamCommunicator& c, const AllReduce& a) {
+void Hierarchy::allReduce(OverStreams& c, const AllReduce& a) {
   c.begin(arbiter_.current());
   if (a.op == ReduceOp::kPremulSum) scale(a.dtype, a.data, a.data, a.count, a.factor);
   const ReduceOp op = a.op == ReduceOp::kPremulSum ? ReduceOp::kSum : a.op;
@@ -148,7 +148,7 @@ void Hierarchy::allReduce(StreamCommunicator& c, const AllReduce& a) {
   std::byte* const sums = partial == a.dtype ? mine : c.scratch(count * sizeOf(partial));
   inside.output = sums;
 
-  Communicator& host = neighbours_->begin();
+  OverMemory& host = neighbours_->begin();
   reduceScatterSums(host, inside);
   allReduceSums(c, {.sums = sums,
                     .output = mine,
@@ -161,13 +161,13 @@ void Hierarchy::allReduce(StreamCommunicator& c, const AllReduce& a) {
   allGather(host, spread);
 }
 
-bool Hierarchy::takes(const StreamCommunicator& c, const CompressedAllReduce&) const {
+bool Hierarchy::takes(const OverStreams& c, const CompressedAllReduce&) const {
   // Compression is for a slow wire: so each part is coded, and travels, once a host.
   const Algorithm wanted = c.options.algorithm;
   return wanted == Algorithm::kAuto || wanted == Algorithm::kHierarchical;
 }
 
-void Hierarchy::compressedAllReduce(StreamCommunicator& c, const CompressedAllReduce& a) {
+void Hierarchy::compressedAllReduce(OverStreams& c, const CompressedAllReduce& a) {
   c.begin(arbiter_.current());
   const auto [inside, spread, part] =
       parts(a.input, a.output, a.count, DType::kFloat32, ReduceOp::kSum);
@@ -176,7 +176,7 @@ void Hierarchy::compressedAllReduce(StreamCommunicator& c, const CompressedAllRe
     std::fill(a.error + part.end(), a.error + a.count, 0.0F);
   }
 
-  Communicator& host = neighbours_->begin();
+  OverMemory& host = neighbours_->begin();
   reduceScatterSums(host, inside);
   CompressedAllReduce between = a;
   between.input = between.output = a.output + part.begin;

@@ -28,7 +28,7 @@
 #include <memory>
 
 #include "algorithm/cut.h"
-#include "bootstrap/membership.h"
+#include "bootstrap/host_memory.h"
 #include "bootstrap/topology.h"
 #include "collectives/collectives.h"
 #include "health/arbiter.h"
@@ -45,22 +45,22 @@ class Hierarchy {
   // order of `ring`.  `neighbours` comes from shareMemory.  These, the hosts and the arbiter must
   // live as long.
   static std::unique_ptr<Hierarchy> create(const Hosts& hosts, const SharedOptions& options,
-                                           const HostRing& ring, const Membership& neighbours,
+                                           const HostRing& ring, const HostMemory& neighbours,
                                            Arbiter& arbiter);
   ~Hierarchy();
 
   void setPatience(Patience patience);
   // Whether the hierarchy performs this call.  The same on all ranks.
-  bool takes(const StreamCommunicator& c, const AllReduce& call) const;
+  bool takes(const OverStreams& c, const AllReduce& call) const;
   // Begins and finishes the operation over the streams.
-  void allReduce(StreamCommunicator& c, const AllReduce& call);
-  bool takes(const StreamCommunicator& c, const CompressedAllReduce& call) const;
-  void compressedAllReduce(StreamCommunicator& c, const CompressedAllReduce& call);
+  void allReduce(OverStreams& c, const AllReduce& call);
+  bool takes(const OverStreams& c, const CompressedAllReduce& call) const;
+  void compressedAllReduce(OverStreams& c, const CompressedAllReduce& call);
   size_t stagingBytes() const;
 
  private:
   class Neighbours;
-  Hierarchy(const Hosts& hosts, const HostRing& ring, const Membership& neighbours,
+  Hierarchy(const Hosts& hosts, const HostRing& ring, const HostMemory& neighbours,
             Arbiter& arbiter);
 
   // The two calls inside the host, over its output memory, and this rank's part of the message.

@@ -20,7 +20,7 @@ SharedData Reduce::shared(int rank) const {
   return {input, count * sizeOf(dtype)};
 }
 
-void reduce(Communicator& c, const Reduce& r) {
+void reduce(OverMemory& c, const Reduce& r) {
   const auto where_they_lie = [&](const std::vector<std::byte*>& data) {
     reduceInPlace(c, data, r.count, r.dtype, r.op, r.root);
   };
@@ -47,7 +47,7 @@ void reduce(Communicator& c, const Reduce& r) {
 
 // ---- over streams
 
-void reduce(StreamCommunicator& c, const Reduce& r) {
+void reduce(OverStreams& c, const Reduce& r) {
   const int P = c.size;
   const size_t width = sizeOf(r.dtype), bytes = r.count * width;
   const bool root = c.rank == r.root;

@@ -31,7 +31,7 @@ void addUp(const ReduceKernels& kernels, std::byte* sum, const std::vector<const
   for (size_t k = 1; k < sources.size(); ++k) kernels.combine(sum, sum, sources[k], n);
 }
 
-void scatter(Communicator& c, const ReduceScatter& r, bool sums) {
+void scatter(OverMemory& c, const ReduceScatter& r, bool sums) {
   const size_t width = sizeOf(r.dtype);
   const auto count = [&](int p) { return r.counts[static_cast<size_t>(p)]; };
   std::vector<const void*> inputs = r.inputs;
@@ -95,7 +95,7 @@ SharedData ReduceScatter::shared(int) const {
   return inOnePiece(inputs, counts, sizeOf(dtype));
 }
 
-void reduceScatter(Communicator& c, const ReduceScatter& r) {
+void reduceScatter(OverMemory& c, const ReduceScatter& r) {
   const auto from_their_tensors = [&](const std::vector<std::byte*>& data) {
     const auto me = static_cast<size_t>(c.rank);
     const size_t before = std::accumulate(r.counts.begin(), r.counts.begin() + c.rank, size_t{0});
@@ -110,13 +110,13 @@ void reduceScatter(Communicator& c, const ReduceScatter& r) {
   scatter(c, r, /*sums=*/false);
 }
 
-void reduceScatterSums(Communicator& c, const ReduceScatter& r) {
+void reduceScatterSums(OverMemory& c, const ReduceScatter& r) {
   scatter(c, r, /*sums=*/true);
 }
 
 // ---- over streams
 
-void reduceScatter(StreamCommunicator& c, const ReduceScatter& r) {
+void reduceScatter(OverStreams& c, const ReduceScatter& r) {
   const int P = c.size, me = c.rank;
   const size_t width = sizeOf(r.dtype);
   const size_t total = std::accumulate(r.counts.begin(), r.counts.end(), size_t{0});

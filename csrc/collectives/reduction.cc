@@ -8,7 +8,7 @@
 
 namespace ringreduce {
 
-Reduction::Reduction(Communicator& c, const Reducible& r)
+Reduction::Reduction(OverMemory& c, const Reducible& r)
     : c_(c),
       r_(r),
       kernels_(reduceKernels(r.dtype, r.op)),
@@ -105,7 +105,7 @@ void Reduction::reduce(Span span, std::byte* dst, uint64_t j, int excluded) {
   });
 }
 
-void reduceInPlace(Communicator& c, const std::vector<std::byte*>& data, size_t count, DType dtype,
+void reduceInPlace(OverMemory& c, const std::vector<std::byte*>& data, size_t count, DType dtype,
                    ReduceOp op, int root) {
   constexpr size_t kTileBytes = 16 << 10;  // stays in the first cache between the two passes
   const ReduceKernels& kernels = reduceKernels(dtype, op);

@@ -37,7 +37,7 @@ struct Reducible {
 
 class Reduction {
  public:
-  Reduction(Communicator& c, const Reducible& r);
+  Reduction(OverMemory& c, const Reducible& r);
 
   // Each rank puts all of a slice into its slot; a rank that wants the result adds all slots.  It
   // reads its own addends from its own memory, which is in cache and about to be written.
@@ -70,7 +70,7 @@ class Reduction {
   // Leaves rank `excluded` out.
   void reduce(Span span, std::byte* dst, uint64_t j, int excluded = kNoRank);
 
-  Communicator& c_;
+  OverMemory& c_;
   const Reducible r_;
   const ReduceKernels& kernels_;
   const Cut cut_;
@@ -83,7 +83,7 @@ class Reduction {
 
 // Rank r reduces chunk r of all inputs where they lie, and writes it to the data of `root`, or of
 // all ranks.  No other rank reads or writes that chunk.  `data`: of each rank, here.
-void reduceInPlace(Communicator& c, const std::vector<std::byte*>& data, size_t count, DType dtype,
+void reduceInPlace(OverMemory& c, const std::vector<std::byte*>& data, size_t count, DType dtype,
                    ReduceOp op, int root);
 
 // The five ring primitives (algorithm/ring.h) for a CPU: slots of links, and the reduction kernels.
@@ -93,7 +93,7 @@ void reduceInPlace(Communicator& c, const std::vector<std::byte*>& data, size_t 
 class HostPrimitives {
  public:
   // `slice` is in elements; a slice of the partial type fits a slot.
-  HostPrimitives(Communicator& c, const AllReduce& a, const ReduceKernels& kernels, size_t slice)
+  HostPrimitives(OverMemory& c, const AllReduce& a, const ReduceKernels& kernels, size_t slice)
       : c_(c),
         kernels_(kernels),
         data_(static_cast<std::byte*>(a.data)),
@@ -150,7 +150,7 @@ class HostPrimitives {
     return slot;
   }
 
-  Communicator& c_;
+  OverMemory& c_;
   const ReduceKernels& kernels_;
   std::byte* const data_;
   const size_t width_, slice_;

@@ -7,12 +7,12 @@
 #include "algorithm/cut.h"
 #include "base/bytes.h"
 #include "collectives/collectives.h"
+#include "collectives/over_streams.h"
 #include "collectives/shared_memory.h"
-#include "collectives/stream_communicator.h"
 
 namespace ringreduce {
 
-void scatter(Communicator& c, const Scatter& s) {
+void scatter(OverMemory& c, const Scatter& s) {
   Exchange& exchange = c.exchange;
   const size_t width = sizeOf(s.dtype);
   const Parts parts(c, width);
@@ -43,7 +43,7 @@ void scatter(Communicator& c, const Scatter& s) {
 
 // ---- over streams
 
-void scatter(StreamCommunicator& c, const Scatter& s) {
+void scatter(OverStreams& c, const Scatter& s) {
   const size_t bytes = s.count * sizeOf(s.dtype);
   if (c.rank != s.root) {
     c.transport.expect(s.root, s.output, bytes);

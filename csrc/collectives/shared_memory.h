@@ -10,7 +10,7 @@
 #include "algorithm/choose.h"
 #include "algorithm/cut.h"
 #include "base/error.h"
-#include "bootstrap/membership.h"
+#include "bootstrap/host_memory.h"
 #include "transport/shm/exchange.h"
 #include "transport/shm/shared_tensors.h"
 #include "transport/shm/shm_link.h"
@@ -18,10 +18,10 @@
 
 namespace ringreduce {
 
-// Collectives are free functions over a Communicator and an arguments struct.  They run in one
+// Collectives are free functions over an OverMemory and an arguments struct.  They run in one
 // thread at a time.  They throw the error of a wait; user memory that they wrote is then undefined.
 // Arguments were checked before (epoch/operation.cc).
-struct Communicator {
+struct OverMemory {
   int rank, size;
   Exchange& exchange;
   SendLink& next;  // to rank + 1
@@ -39,16 +39,16 @@ struct Communicator {
   int previousRank() const { return (rank + size - 1) % size; }
 };
 
-// Calls of one thread at a time.  The membership must live as long.
+// Calls of one thread at a time.  The host memory must live as long.
 class SharedMemory {
  public:
-  SharedMemory(int rank, const Membership& membership, WaitGuard& watch);
+  SharedMemory(int rank, const HostMemory& host_memory, WaitGuard& watch);
   SharedMemory(const SharedMemory&) = delete;
   SharedMemory& operator=(const SharedMemory&) = delete;
 
-  Communicator& communicator() { return communicator_; }
+  OverMemory& over() { return over_; }
   // Null: tensors are not used in place.
-  SharedTensors* tensors() const { return communicator_.tensors; }
+  SharedTensors* tensors() const { return over_.tensors; }
   void setPatience(Patience patience) { waiter_.setPatience(patience); }
   size_t bytes() const { return bytes_; }
 
@@ -60,7 +60,7 @@ class SharedMemory {
   ShmSendLink to_next_;
   ShmRecvLink from_prev_;
   std::unique_ptr<SharedTensors> tensors_;
-  Communicator communicator_;
+  OverMemory over_;
 };
 
 // Fills a few slices first, then alternates one `fill` and one `rest`: a slice is in its slot well
@@ -80,7 +80,7 @@ void pipeline(const Exchange& exchange, uint64_t slices, Fill fill, Rest rest) {
 class Parts {
  public:
   // For elements of `width` bytes.  Throws where a slot is too small to hold one for each rank.
-  Parts(const Communicator& c, size_t width) : rank_(c.rank), size_(c.size) {
+  Parts(const OverMemory& c, size_t width) : rank_(c.rank), size_(c.size) {
     const size_t even = c.exchange.slotBytes() / static_cast<size_t>(c.size > 1 ? c.size - 1 : 1);
     bytes_ = even >= kLine ? even / kLine * kLine : even / width * width;
     elements_ = bytes_ / width;

@@ -61,7 +61,7 @@ void gatherByBruck(Transport& transport, const Blocks& blocks, int radix_) {
   }
 }
 
-void gatherByRing(StreamCommunicator& c, const Blocks& blocks) {
+void gatherByRing(OverStreams& c, const Blocks& blocks) {
   const int P = c.size, next = (c.rank + 1) % P, previous = (c.rank + P - 1) % P;
   const auto forEachSlice = [&](size_t x, auto visit) {
     const size_t slice = sliceBytes(blocks.bytes[x]);

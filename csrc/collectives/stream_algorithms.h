@@ -9,7 +9,7 @@
 #include "algorithm/cut.h"
 #include "algorithm/ring.h"
 #include "base/dtype.h"
-#include "collectives/stream_communicator.h"
+#include "collectives/over_streams.h"
 #include "kernels/reduce.h"
 #include "transport/transport.h"
 
@@ -63,7 +63,7 @@ void gatherByBruck(Transport& transport, const Blocks& blocks, int radix);
 
 // Slice by slice round the ring: each rank forwards the blocks that it receives, except the last.
 // A rank sends no further ahead of what it receives than streamWindow().
-void gatherByRing(StreamCommunicator& c, const Blocks& blocks);
+void gatherByRing(OverStreams& c, const Blocks& blocks);
 
 // ---- direct sum
 //
@@ -75,7 +75,7 @@ class DirectSum {
   // Of `count` elements.  `owned_by`: the rank whose order of addition applies, or kByChunk: each
   // chunk has its owner's order.
   static constexpr int kByChunk = -1;
-  DirectSum(StreamCommunicator& c, DType dtype, ReduceOp op, size_t count, int owned_by)
+  DirectSum(OverStreams& c, DType dtype, ReduceOp op, size_t count, int owned_by)
       : c_(c),
         kernels_(reduceKernels(dtype, op)),
         width_(sizeOf(dtype)),
@@ -132,7 +132,7 @@ class DirectSum {
     forEachOther([&](int r) { c_.transport.expect(r, piece(count_, slice_, j).size * width_); });
   }
 
-  StreamCommunicator& c_;
+  OverStreams& c_;
   const ReduceKernels& kernels_;
   const size_t width_, count_, slice_, slices_;
   const int owned_by_;
@@ -373,7 +373,7 @@ constexpr size_t streamWindow(size_t slices, size_t slice_bytes, int ranks, size
                    ceilDiv(wanted, std::max<size_t>(1, slice_bytes))});
 }
 
-inline void runStreamRing(StreamCommunicator& c, const RingCall& call,
+inline void runStreamRing(OverStreams& c, const RingCall& call,
                           size_t buffers = Transport::kWindow) {
   RingShape shape = RingPass::shapeOf(c.transport, call);
   shape.window = streamWindow(call.slices, call.slice * sizeOf(call.kernels.partial),

@@ -1,4 +1,4 @@
-// Puts membership, arbiter, wires and messages of the same ranks together.
+// Puts host memory, arbiter, wires and messages of the same ranks together.
 #include "epoch/epoch.h"
 
 #include <string>
@@ -44,10 +44,10 @@ std::shared_ptr<Epoch> Epoch::create(Store& users_store, int group_rank, int gro
   GroupOptions made = options;
   made.attempt = nullptr;  // it ends with this call
   made.meeting = met.id;
-  if (!met.hosts) return std::make_shared<Epoch>(rank, std::move(met.membership), made, executor);
+  if (!met.hosts) return std::make_shared<Epoch>(rank, std::move(met.host_memory), made, executor);
 
   const Hosts& hosts = *met.hosts;
-  Membership local_members;
+  HostMemory local_members;
   const auto makeLocal = [&](const HostLinks::LocalPoll& poll) {
     const auto share = [&](const char* purpose) {
       return shareMemory(hosts.memoryExchange(purpose, HostLinks::localOptions(hosts), options),
@@ -78,23 +78,23 @@ std::shared_ptr<Epoch> Epoch::create(Store& users_store, int group_rank, int gro
                                           std::move(local_members), made, executor));
 }
 
-Epoch::Epoch(int rank, Membership membership, const GroupOptions& options, Executor& executor)
+Epoch::Epoch(int rank, HostMemory host_memory, const GroupOptions& options, Executor& executor)
     : rank(rank),
-      size(static_cast<int>(membership.members.size())),
+      size(static_cast<int>(host_memory.members.size())),
       options(options),
       ranks(options.members, size),
-      users_patience_(patienceOf(/*in_users_thread=*/true, membership.members.size())),
-      workers_patience_(patienceOf(/*in_users_thread=*/false, membership.members.size())),
-      shared(membership.options),
-      membership_(std::move(membership)),
+      users_patience_(patienceOf(/*in_users_thread=*/true, host_memory.members.size())),
+      workers_patience_(patienceOf(/*in_users_thread=*/false, host_memory.members.size())),
+      shared(host_memory.options),
+      host_memory_(std::move(host_memory)),
       arbiter(std::make_unique<Arbiter>(
-          std::make_unique<SharedView>(rank, seatsOf(membership_), this->options, shared.goesOn()),
+          std::make_unique<SharedView>(rank, seatsOf(host_memory_), this->options, shared.goesOn()),
           shared.goesOn() ? AfterLoss::kIsAbsent : AfterLoss::kFails, shared.min_ranks)),
-      wires(wiresInMemory(rank, membership_, *arbiter)),
-      messenger(std::make_unique<Messenger>(rank, messageRings(membership_, rank), *arbiter,
+      wires(wiresInMemory(rank, host_memory_, *arbiter)),
+      messenger(std::make_unique<Messenger>(rank, messageRings(host_memory_, rank), *arbiter,
                                             executor, this->options, users_patience_)) {}
 
-Epoch::Epoch(int rank, std::unique_ptr<Network> made, Hosts among, Membership local_members,
+Epoch::Epoch(int rank, std::unique_ptr<Network> made, Hosts among, HostMemory local_members,
              const GroupOptions& options, Executor& executor)
     : rank(rank),
       size(among.size()),
@@ -103,13 +103,13 @@ Epoch::Epoch(int rank, std::unique_ptr<Network> made, Hosts among, Membership lo
       users_patience_(patienceOf(/*in_users_thread=*/true, among.localRanks().size())),
       workers_patience_(patienceOf(/*in_users_thread=*/false, among.localRanks().size())),
       shared(made->sharedOptions()),
-      membership_(std::move(local_members)),
+      host_memory_(std::move(local_members)),
       hosts(std::make_unique<Hosts>(std::move(among))),
       network(std::move(made)),
       arbiter(std::make_unique<Arbiter>(
           network->view(*hosts, this->options),
           shared.goesOn() ? AfterLoss::kNeedsEpoch : AfterLoss::kFails, shared.min_ranks)),
-      wires(wiresBetween(*network, *hosts, shared, membership_, *arbiter)),
+      wires(wiresBetween(*network, *hosts, shared, host_memory_, *arbiter)),
       closed_first_(network.get()),
       messenger(std::make_unique<Messenger>(rank, network->channels(), *arbiter, executor,
                                             this->options, users_patience_)) {}

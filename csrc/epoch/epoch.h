@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "base/executor.h"
-#include "bootstrap/membership.h"
+#include "bootstrap/host_memory.h"
 #include "bootstrap/options.h"
 #include "bootstrap/store.h"
 #include "epoch/operation.h"
@@ -33,7 +33,7 @@ class Wires;
 class Epoch {
  public:
   // Makes the group of the ranks of this host, if there are several hosts.
-  using MakeLocal = std::function<void(int rank, Membership membership, const GroupOptions&)>;
+  using MakeLocal = std::function<void(int rank, HostMemory host_memory, const GroupOptions&)>;
 
   // Collective over options.members of a group of `group_size` ranks, in which this one is `rank`.
   // Returns when they have joined, on one host or several.  Throws Error.  The executor must
@@ -42,7 +42,7 @@ class Epoch {
                                        const GroupOptions& options, Executor& executor,
                                        const MakeLocal& make_local);
   // Of ranks that share memory.
-  Epoch(int rank, Membership membership, const GroupOptions& options, Executor& executor);
+  Epoch(int rank, HostMemory host_memory, const GroupOptions& options, Executor& executor);
   ~Epoch();
   Epoch(const Epoch&) = delete;
   Epoch& operator=(const Epoch&) = delete;
@@ -76,7 +76,7 @@ class Epoch {
  private:
   void note(Recording* recording) const;
 
-  Epoch(int rank, std::unique_ptr<Network> network, Hosts hosts, Membership local_members,
+  Epoch(int rank, std::unique_ptr<Network> network, Hosts hosts, HostMemory local_members,
         const GroupOptions& options, Executor& executor);
 
   struct Closes {
@@ -89,7 +89,7 @@ class Epoch {
   const SharedOptions shared;
 
  private:
-  Membership membership_;  // of ranks that share memory: all, or this host's
+  HostMemory host_memory_;  // of ranks that share memory: all, or this host's
 
  public:
   const std::unique_ptr<Hosts> hosts;      // null if all ranks share memory

@@ -136,25 +136,25 @@ void Network::route(net::Socket socket, const net::PeerHello& caller) {
   }
 }
 
-std::vector<Engine::Wire> Network::channels() {
+std::vector<Engine::Channels> Network::channels() {
   own_ring_ = std::make_unique<std::byte[]>(kRingBytes);
   own_box_ = std::make_unique<Box>();
-  std::vector<Engine::Wire> wires;
+  std::vector<Engine::Channels> channels;
   for (int r = 0; r < size_; ++r) {
     if (r == rank_) {
-      wires.push_back({.out = {own_ring_.get(), own_box_->filled, own_box_->emptied},
-                       .in = {own_ring_.get(), own_box_->filled, own_box_->emptied},
-                       .consumed = &own_box_->consumed,
-                       .acknowledged = &own_box_->consumed});
+      channels.push_back({.out = {own_ring_.get(), own_box_->filled, own_box_->emptied},
+                          .in = {own_ring_.get(), own_box_->filled, own_box_->emptied},
+                          .consumed = &own_box_->consumed,
+                          .acknowledged = &own_box_->consumed});
       continue;
     }
     const net::ChannelEnds ends = forwarder_->ends(r);
-    wires.push_back({.out = {ends.out_ring, *ends.out_filled, *ends.out_emptied},
-                     .in = {ends.in_ring, *ends.in_filled, *ends.in_emptied},
-                     .consumed = ends.consumed,
-                     .acknowledged = ends.acknowledged});
+    channels.push_back({.out = {ends.out_ring, *ends.out_filled, *ends.out_emptied},
+                        .in = {ends.in_ring, *ends.in_filled, *ends.in_emptied},
+                        .consumed = ends.consumed,
+                        .acknowledged = ends.acknowledged});
   }
-  return wires;
+  return channels;
 }
 
 void Network::handOver(void (*poll)(), Nanos timeout) {

@@ -41,7 +41,7 @@ class Network final : public PeerChannel, private net::MessageForwarder::Listene
   // before the transport or the arbiter is destroyed.
   std::unique_ptr<Transport> start(Arbiter& arbiter, const Hosts& hosts);
   // The channels for messages to and from each rank.
-  std::vector<Engine::Wire> channels();
+  std::vector<Engine::Channels> channels();
   const SharedOptions& sharedOptions() const { return links_->sharedOptions(); }
   const HostRing& ring() const { return links_->ring(); }
   const WireCost& cost() const { return links_->cost(); }

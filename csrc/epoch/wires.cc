@@ -8,8 +8,8 @@
 
 #include "bootstrap/topology.h"
 #include "collectives/hierarchy.h"
+#include "collectives/over_streams.h"
 #include "collectives/shared_memory.h"
-#include "collectives/stream_communicator.h"
 #include "transport/transport.h"
 #include "transport/wait_guard.h"
 
@@ -19,29 +19,29 @@ namespace {
 // The wires of a group whose ranks share memory.
 class SharedWires final : public Wires {
  public:
-  SharedWires(int rank, const Membership& membership, Arbiter& arbiter)
-      : arbiter_(arbiter), memory_(rank, membership, arbiter) {}
+  SharedWires(int rank, const HostMemory& host_memory, Arbiter& arbiter)
+      : arbiter_(arbiter), memory_(rank, host_memory, arbiter) {}
 
   void setPatience(Patience patience) override { memory_.setPatience(patience); }
   void prepare(const Operation& operation, uint64_t sequence) override {
     if (SharedTensors* tensors = memory_.tensors()) {
-      const auto [data, bytes] = sharedData(operation, memory_.communicator().rank);
+      const auto [data, bytes] = sharedData(operation, memory_.over().rank);
       tensors->offer(sequence, data, bytes);
     }
   }
   void run(const Operation& operation, const Announcement&) override {
-    memory_.communicator().way = {};
+    memory_.over().way = {};
     try {
-      perform(memory_.communicator(), operation.call);
+      perform(memory_.over(), operation.call);
       if (SharedTensors* tensors = memory_.tensors()) tensors->finish();
     } catch (const Error& error) {
       // The group goes on without a lost rank, but this operation cannot.
       if (error.kind() == Failure::kPeerLost && !arbiter_.failed())
-        memory_.communicator().exchange.passSteps();
+        memory_.over().exchange.passSteps();
       throw;
     }
   }
-  Way way() override { return memory_.communicator().way; }
+  Way way() override { return memory_.over().way; }
   bool usesTensorsInPlace() const override { return memory_.tensors() != nullptr; }
   size_t stagingBytes() const override { return memory_.bytes(); }
 
@@ -59,7 +59,7 @@ class StreamWires final : public Wires {
   StreamWires(std::unique_ptr<Transport> transport, WaitGuard& guard, StreamOptions options,
               std::unique_ptr<Hierarchy> hierarchy, std::vector<int> ranks, size_t memory)
       : transport_(std::move(transport)),
-        communicator_(std::in_place, *transport_, guard, std::move(options)),
+        over_(std::in_place, *transport_, guard, std::move(options)),
         hierarchy_(std::move(hierarchy)),
         ranks_(std::move(ranks)),
         memory_(memory) {}
@@ -69,7 +69,7 @@ class StreamWires final : public Wires {
     if (hierarchy_) hierarchy_->setPatience(patience);
   }
   void run(const Operation& operation, const Announcement& announced) override {
-    StreamCommunicator& c = *communicator_;
+    OverStreams& c = *over_;
     c.way = {.algorithm = Algorithm::kHierarchical};
     const auto* all_reduce = std::get_if<AllReduce>(&operation.call);
     if (hierarchy_ && all_reduce && hierarchy_->takes(c, *all_reduce))
@@ -85,7 +85,7 @@ class StreamWires final : public Wires {
       perform(c, inPlaces(operation, ranks_).call);
     transport_->finish();
   }
-  Way way() override { return communicator_ ? communicator_->way : Way{}; }
+  Way way() override { return over_ ? over_->way : Way{}; }
   size_t stagingBytes() const override {
     const std::lock_guard lock(closing_);
     return (transport_ ? transport_->stagingBytes() : 0) + memory_ +
@@ -106,14 +106,14 @@ class StreamWires final : public Wires {
   // Closes the sockets: a group that has left, but is still referenced, does not need them.
   void close() override {
     const std::lock_guard lock(closing_);
-    communicator_.reset();
+    over_.reset();
     transport_.reset();
   }
 
  private:
   mutable std::mutex closing_;  // questions about the transport come from any thread
   std::unique_ptr<Transport> transport_;
-  std::optional<StreamCommunicator> communicator_;  // over it
+  std::optional<OverStreams> over_;  // over it
   const std::unique_ptr<Hierarchy> hierarchy_;
   const std::vector<int> ranks_;
   const size_t memory_;
@@ -121,12 +121,12 @@ class StreamWires final : public Wires {
 
 }  // namespace
 
-std::unique_ptr<Wires> wiresInMemory(int rank, const Membership& membership, Arbiter& arbiter) {
-  return std::make_unique<SharedWires>(rank, membership, arbiter);
+std::unique_ptr<Wires> wiresInMemory(int rank, const HostMemory& host_memory, Arbiter& arbiter) {
+  return std::make_unique<SharedWires>(rank, host_memory, arbiter);
 }
 
 std::unique_ptr<Wires> wiresBetween(Network& network, const Hosts& hosts,
-                                    const SharedOptions& shared, const Membership& neighbours,
+                                    const SharedOptions& shared, const HostMemory& neighbours,
                                     Arbiter& arbiter) {
   auto hierarchy = Hierarchy::create(hosts, shared, network.ring(), neighbours, arbiter);
   std::unique_ptr<Transport> transport = network.start(arbiter, hosts);

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "bootstrap/membership.h"
+#include "bootstrap/host_memory.h"
 #include "epoch/network.h"
 #include "epoch/operation.h"
 #include "health/arbiter.h"
@@ -35,11 +35,11 @@ class Wires {
 };
 
 // For ranks that share memory.  Both must outlive it.
-std::unique_ptr<Wires> wiresInMemory(int rank, const Membership& membership, Arbiter& arbiter);
+std::unique_ptr<Wires> wiresInMemory(int rank, const HostMemory& host_memory, Arbiter& arbiter);
 // For ranks on several hosts; `neighbours`: the ranks of this host, if there is a hierarchy.  The
 // network and the arbiter must outlive it.  The network reports to the arbiter from now on.
 std::unique_ptr<Wires> wiresBetween(Network& network, const Hosts& hosts,
-                                    const SharedOptions& shared, const Membership& neighbours,
+                                    const SharedOptions& shared, const HostMemory& neighbours,
                                     Arbiter& arbiter);
 
 }  // namespace ringreduce

@@ -1,6 +1,6 @@
 // Gives each rank of a group that exists a file descriptor of each other rank: shared memory, GPU
 // memory; and memory that all ranks of a host map.  How a group itself is made on a host is in
-// bootstrap/membership.h.
+// bootstrap/host_memory.h.
 //
 // Each rank listens on an abstract Unix socket and sends its random name and a random secret to the
 // other ranks through the group.  Of two ranks the higher connects to the lower, and both send

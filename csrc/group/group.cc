@@ -27,9 +27,9 @@ std::shared_ptr<Group> Group::create(std::shared_ptr<Store> store, int rank, int
   stepAside();
   auto executor = std::make_unique<Executor>();
   std::shared_ptr<Group> local;
-  const auto make_local = [&](int local_rank, Membership membership, const GroupOptions& of_host) {
+  const auto make_local = [&](int local_rank, HostMemory host_memory, const GroupOptions& of_host) {
     auto of_local = std::make_unique<Executor>();
-    auto epoch = std::make_shared<Epoch>(local_rank, std::move(membership), of_host, *of_local);
+    auto epoch = std::make_shared<Epoch>(local_rank, std::move(host_memory), of_host, *of_local);
     const int size = epoch->size;
     local.reset(new Group(local_rank, size, of_host, std::move(of_local), std::move(epoch), nullptr,
                           nullptr));

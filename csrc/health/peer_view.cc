@@ -8,9 +8,9 @@
 
 namespace ringreduce {
 
-std::vector<Seat> seatsOf(const Membership& membership) {
+std::vector<Seat> seatsOf(const HostMemory& host_memory) {
   std::vector<Seat> seats;
-  for (const Member& member : membership.members)
+  for (const Member& member : host_memory.members)
     seats.push_back({.page = reinterpret_cast<RankPage*>(member.segment->data()),
                      .process = member.process,
                      .name = "pid " + std::to_string(member.pid) + " on host " + member.host,

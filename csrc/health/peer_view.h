@@ -21,7 +21,7 @@
 #include "base/error.h"
 #include "base/limits.h"
 #include "base/op_signature.h"
-#include "bootstrap/membership.h"
+#include "bootstrap/host_memory.h"
 #include "bootstrap/options.h"
 #include "bootstrap/process.h"
 #include "transport/shm/page.h"
@@ -36,7 +36,7 @@ struct Seat {
   std::string name;    // "pid 7 on host a"
   int pid;             // if it is on this host and `process` has nothing; else 0
 };
-std::vector<Seat> seatsOf(const Membership& membership);
+std::vector<Seat> seatsOf(const HostMemory& host_memory);
 
 class PeerView {
  public:

@@ -33,7 +33,7 @@ class Verdict {
     return rank == kLargestRank ? kNobody : rank;
   }
   int reporter() const { return static_cast<int>(value() & kLargestRank); }
-  std::string text() const { return peers_.page(reporter()).record; }
+  std::string text() const { return peers_.page(reporter()).failure_text; }
 
   // The first cause wins.  True if no thread of this rank had found one before; another rank may
   // still have set the word first.
@@ -43,7 +43,7 @@ class Verdict {
     const std::lock_guard lock(mutex_);
     if (exists()) return false;
     RankPage& reporters = peers_.page(failure.reporter);
-    std::strncpy(reporters.record, failure.text.c_str(), sizeof reporters.record - 1);
+    std::strncpy(reporters.failure_text, failure.text.c_str(), sizeof reporters.failure_text - 1);
     uint64_t none = 0;
     word().compare_exchange_strong(none, pack(failure), std::memory_order_seq_cst);
     return true;

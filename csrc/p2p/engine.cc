@@ -14,9 +14,9 @@ constexpr int kRecordsAPass = 16;
 
 }  // namespace
 
-Engine::Engine(std::vector<Wire> wires) {
-  peers_.reserve(wires.size());
-  for (const Wire& wire : wires) peers_.emplace_back(wire);
+Engine::Engine(std::vector<Channels> channels) {
+  peers_.reserve(channels.size());
+  for (const Channels& each : channels) peers_.emplace_back(each);
 }
 
 void Engine::post(const Handle& transfer) {
@@ -74,7 +74,7 @@ void Engine::cancel(const Handle& transfer) {
 // Grants first, since peers wait for them.  Fragments last, so that a large message does not delay
 // small ones.
 bool Engine::push(Peer& peer, std::vector<Handle>& finished) {
-  ChannelWriter& out = peer.wire.out;
+  ChannelWriter& out = peer.channels.out;
   bool moved = false;
   while (!peer.grants.empty()) {
     if (!out.reserve(0)) return moved;
@@ -86,23 +86,24 @@ bool Engine::push(Peer& peer, std::vector<Handle>& finished) {
     const Handle transfer = peer.unannounced.front();
     const Message& m = transfer->message;
     const size_t bytes = m.bytes();
-    Record record{.id = peer.next_id,
-                  .count = m.count,
-                  .posted = transfer->posted,
-                  .why = transfer->why,
-                  .tag = m.tag,
-                  .dtype = m.dtype};
-    const bool eager = bytes <= kEagerBytes &&
-                       peer.eager_sent + bytes <= peer.wire.acknowledged->observe() + kEagerBudget;
+    MessagePart part{.id = peer.next_id,
+                     .count = m.count,
+                     .posted = transfer->posted,
+                     .why = transfer->why,
+                     .tag = m.tag,
+                     .dtype = m.dtype};
+    const bool eager =
+        bytes <= kEagerBytes &&
+        peer.eager_sent + bytes <= peer.channels.acknowledged->observe() + kEagerBudget;
     std::byte* payload = out.reserve(eager ? bytes : 0);
     if (!payload) return moved;
-    record.type = eager ? Record::Type::kEager : Record::Type::kRequest;
+    part.type = eager ? MessagePart::Type::kEager : MessagePart::Type::kRequest;
     if (eager) {
-      record.payload = static_cast<uint32_t>(bytes);
+      part.payload = static_cast<uint32_t>(bytes);
       copyBytes(payload, m.data, bytes);
       peer.eager_sent += bytes;
     }
-    out.commit(record);
+    out.commit(part);
     transfer->id = peer.next_id++;
     peer.unannounced.pop_front();
     if (eager)
@@ -120,7 +121,7 @@ bool Engine::push(Peer& peer, std::vector<Handle>& finished) {
     copyBytes(payload, static_cast<const std::byte*>(m.data) + transfer->moved, bytes);
     out.commit({.id = transfer->id,
                 .payload = static_cast<uint32_t>(bytes),
-                .type = Record::Type::kFragment});
+                .type = MessagePart::Type::kFragment});
     transfer->moved += bytes;
     moved = true;
     if (transfer->moved == m.bytes()) {
@@ -135,27 +136,27 @@ bool Engine::drain(int rank, std::vector<Handle>& finished) {
   Peer& peer = peers_[static_cast<size_t>(rank)];
   bool moved = false;
   for (int i = 0; i < kRecordsAPass; ++i) {
-    const Record* record = peer.wire.in.front();
-    if (!record) break;
-    const auto* payload = reinterpret_cast<const std::byte*>(record + 1);
-    const uint32_t bytes = record->payload;
+    const MessagePart* part = peer.channels.in.front();
+    if (!part) break;
+    const auto* payload = reinterpret_cast<const std::byte*>(part + 1);
+    const uint32_t bytes = part->payload;
     moved = true;
-    switch (record->type) {
-      case Record::Type::kEager:
-      case Record::Type::kRequest:
-        arrive(rank, *record, payload, finished);
+    switch (part->type) {
+      case MessagePart::Type::kEager:
+      case MessagePart::Type::kRequest:
+        arrive(rank, *part, payload, finished);
         break;
-      case Record::Type::kGrant:
+      case MessagePart::Type::kGrant:
         // Absent if the send was cancelled.
-        if (auto found = peer.requested.extract(record->id)) {
+        if (auto found = peer.requested.extract(part->id)) {
           found.mapped()->matched = true;
-          found.mapped()->peer_posted = record->posted;
-          found.mapped()->peer_why = record->why;
+          found.mapped()->peer_posted = part->posted;
+          found.mapped()->peer_why = part->why;
           peer.granted.push_back(std::move(found.mapped()));
         }
         break;
-      case Record::Type::kFragment:
-        if (const auto found = peer.receiving.find(record->id); found != peer.receiving.end()) {
+      case MessagePart::Type::kFragment:
+        if (const auto found = peer.receiving.find(part->id); found != peer.receiving.end()) {
           const Handle receive = found->second;
           // Never more than the message has room for, whatever the peer sends.
           const size_t taken = std::min<size_t>(bytes, receive->message.bytes() - receive->moved);
@@ -168,29 +169,29 @@ bool Engine::drain(int rank, std::vector<Handle>& finished) {
           }
         }
         break;
-      case Record::Type::kSkip:
+      case MessagePart::Type::kSkip:
         break;
     }
-    peer.wire.in.pop(bytes);
+    peer.channels.in.pop(bytes);
   }
   return moved;
 }
 
 // A message has arrived: with its payload, or as a request.
-void Engine::arrive(int rank, const Record& record, const std::byte* payload,
+void Engine::arrive(int rank, const MessagePart& part, const std::byte* payload,
                     std::vector<Handle>& finished) {
   Arrival arrival{.order = arrivals_++,
-                  .id = record.id,
-                  .count = record.count,
-                  .dtype = record.dtype,
-                  .eager = record.type == Record::Type::kEager,
-                  .posted = record.posted,
-                  .why = record.why,
+                  .id = part.id,
+                  .count = part.count,
+                  .dtype = part.dtype,
+                  .eager = part.type == MessagePart::Type::kEager,
+                  .posted = part.posted,
+                  .why = part.why,
                   .payload = {}};
-  if (const Handle receive = takePosted(rank, record.tag))
+  if (const Handle receive = takePosted(rank, part.tag))
     return match(receive, rank, arrival, payload, finished);
-  if (arrival.eager) arrival.payload.assign(payload, payload + record.payload);
-  unexpected_[{rank, record.tag}].push_back(std::move(arrival));
+  if (arrival.eager) arrival.payload.assign(payload, payload + part.payload);
+  unexpected_[{rank, part.tag}].push_back(std::move(arrival));
 }
 
 // Takes the first posted receive that matches a message of this rank and tag.
@@ -251,7 +252,7 @@ void Engine::match(const Handle& receive, int rank, const Arrival& arrival,
     peer.grants.push_back({.id = arrival.id,
                            .posted = receive->posted,
                            .why = receive->why,
-                           .type = Record::Type::kGrant});
+                           .type = MessagePart::Type::kGrant});
     peer.receiving.emplace(arrival.id, receive);
     return;
   }
@@ -270,7 +271,7 @@ void Engine::finish(const Handle& transfer, std::vector<Handle>& finished) {
 void Engine::consume(int rank, size_t bytes) {
   Peer& peer = peers_[static_cast<size_t>(rank)];
   peer.eager_consumed += bytes;
-  peer.wire.consumed->publish(peer.eager_consumed);
+  peer.channels.consumed->publish(peer.eager_consumed);
 }
 
 }  // namespace ringreduce

@@ -31,7 +31,7 @@ inline constexpr int kAnySource = -1;
 inline constexpr size_t kEagerBytes = 16 << 10;
 inline constexpr size_t kEagerBudget = 1 << 20;
 inline constexpr size_t kFragmentBytes = 60 << 10;  // four of them with their heads fit in the ring
-static_assert(4 * recordBytes(kFragmentBytes) <= kRingBytes);
+static_assert(4 * partBytes(kFragmentBytes) <= kRingBytes);
 static_assert(kEagerBytes <= kFragmentBytes);
 
 struct Message {
@@ -75,14 +75,14 @@ class Engine {
   using Handle = std::shared_ptr<Transfer>;
 
   // A rank's channels to and from one peer, which may be itself.
-  struct Wire {
+  struct Channels {
     ChannelWriter out;
     ChannelReader in;
     Flag* consumed;      // at the peer: how many of its eager bytes have arrived here
     Flag* acknowledged;  // here: how many of our eager bytes have arrived there
   };
 
-  explicit Engine(std::vector<Wire> wires);
+  explicit Engine(std::vector<Channels> channels);
 
   void post(const Handle& transfer);
 
@@ -92,7 +92,7 @@ class Engine {
   bool progress(std::vector<Handle>& finished, std::vector<int>& touched);
 
   // Whether rank r has sent something that was not processed yet.
-  bool hasNews(int r) { return peers_[static_cast<size_t>(r)].wire.in.front() != nullptr; }
+  bool hasNews(int r) { return peers_[static_cast<size_t>(r)].channels.in.front() != nullptr; }
 
   const std::set<Handle>& pending() const { return pending_; }
   // Drops a transfer.  Its memory is not accessed any more.
@@ -109,12 +109,12 @@ class Engine {
     std::vector<std::byte> payload;
   };
   struct Peer {
-    explicit Peer(const Wire& w) : wire(w) {}
-    Wire wire;
+    explicit Peer(const Channels& w) : channels(w) {}
+    Channels channels;
     std::deque<Handle> unannounced;        // sends that have not begun
     std::map<uint64_t, Handle> requested;  // announced, not granted yet
     std::deque<Handle> granted;            // being sent, one after the other
-    std::deque<Record> grants;             // to be sent
+    std::deque<MessagePart> grants;        // to be sent
     std::map<uint64_t, Handle> receiving;  // granted, not complete
     uint64_t next_id = 0, eager_sent = 0, eager_consumed = 0;
   };
@@ -122,7 +122,7 @@ class Engine {
 
   bool push(Peer& peer, std::vector<Handle>& finished);
   bool drain(int rank, std::vector<Handle>& finished);
-  void arrive(int rank, const Record& record, const std::byte* payload,
+  void arrive(int rank, const MessagePart& part, const std::byte* payload,
               std::vector<Handle>& finished);
   Handle takePosted(int rank, int tag);
   bool takeArrival(Transfer& receive, int& rank, Arrival& arrival);

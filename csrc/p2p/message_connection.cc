@@ -1,4 +1,4 @@
-// Moves bytes between rings and sockets, and checks arriving records.
+// Moves bytes between rings and sockets, and checks arriving parts.
 #include "p2p/message_connection.h"
 
 #include <sys/uio.h>
@@ -13,7 +13,7 @@
 namespace ringreduce::net {
 namespace {
 
-// The count of eager bytes that have arrived is sent with records, or alone after so many bytes.
+// The count of eager bytes that have arrived is sent with parts, or alone after so many bytes.
 constexpr uint64_t kAcknowledgeEvery = 64 << 10;
 constexpr size_t kBytesPerTurn = 1 << 20;
 
@@ -100,20 +100,20 @@ Carried MessageSender::carry(Socket& socket, bool& moved) {
 
 // ---- receiving
 
-bool isSound(const Record& record, size_t left) {
-  if (record.payload > kRingBytes) return false;
-  const size_t bytes = recordBytes(record.payload);
+bool isSound(const MessagePart& part, size_t left) {
+  if (part.payload > kRingBytes) return false;
+  const size_t bytes = partBytes(part.payload);
   if (bytes > left) return false;
-  if (static_cast<size_t>(record.dtype) >= kDTypes.size()) return false;
-  switch (record.type) {
-    case Record::Type::kSkip:
+  if (static_cast<size_t>(part.dtype) >= kDTypes.size()) return false;
+  switch (part.type) {
+    case MessagePart::Type::kSkip:
       return bytes == left;
-    case Record::Type::kEager:
-      return record.count <= kRingBytes && record.payload == record.count * sizeOf(record.dtype);
-    case Record::Type::kRequest:
-    case Record::Type::kGrant:
-      return record.payload == 0;
-    case Record::Type::kFragment:
+    case MessagePart::Type::kEager:
+      return part.count <= kRingBytes && part.payload == part.count * sizeOf(part.dtype);
+    case MessagePart::Type::kRequest:
+    case MessagePart::Type::kGrant:
+      return part.payload == 0;
+    case MessagePart::Type::kFragment:
       return true;
   }
   return false;
@@ -187,15 +187,15 @@ bool MessageReceiver::takeHeader(bool& moved) {
   return true;
 }
 
-// Publishes the records that are complete.
+// Publishes the parts that are complete.
 bool MessageReceiver::publishRecords(bool& moved) {
   const uint64_t before = published_;
-  while (got_ - published_ >= sizeof(Record)) {
+  while (got_ - published_ >= sizeof(MessagePart)) {
     const size_t at = published_ % kRingBytes;
-    Record record;
-    std::memcpy(&record, ends_.in_ring + at, sizeof record);
-    if (!isSound(record, kRingBytes - at)) return false;
-    const size_t bytes = recordBytes(record.payload);
+    MessagePart part;
+    std::memcpy(&part, ends_.in_ring + at, sizeof part);
+    if (!isSound(part, kRingBytes - at)) return false;
+    const size_t bytes = partBytes(part.payload);
     if (got_ - published_ < bytes) break;
     published_ += bytes;
   }

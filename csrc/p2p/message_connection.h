@@ -3,7 +3,7 @@
 //
 // On the connection they travel in frames: a header that says how many bytes follow and how many
 // eager bytes of the other rank have arrived, then bytes of the ring, cut anywhere.  The receiver
-// checks the records' heads: the channel's reader sees complete and valid records only.
+// checks the parts' heads: the channel's reader sees complete and valid parts only.
 #pragma once
 
 #include <atomic>
@@ -19,10 +19,10 @@ namespace ringreduce::net {
 
 // The ends of the channels to and from one rank, for p2p/engine.h.
 struct ChannelEnds {
-  std::byte* out_ring;  // records to that rank
+  std::byte* out_ring;  // parts to that rank
   Flag* out_filled;     // bytes that the engine has written
   Flag* out_emptied;    // bytes that the forwarder has sent
-  std::byte* in_ring;   // records from that rank
+  std::byte* in_ring;   // parts from that rank
   Flag* in_filled;      // bytes that the forwarder has received
   Flag* in_emptied;     // bytes that the engine has read
   Flag* consumed;       // eager bytes from that rank that the engine has taken
@@ -53,11 +53,11 @@ class MessageSender {
 
   // Whether there is something to send.  From any thread.
   bool hasNews() const;
-  // Whether there are records to send, or the rest of a frame.
+  // Whether there are parts to send, or the rest of a frame.
   bool hasRecords() const;
   // Sends available bytes; sets `moved` if bytes of the ring were sent.
   Carried carry(Socket& socket, bool& moved);
-  // Drops the records that are there; call it again for later ones.
+  // Drops the parts that are there; call it again for later ones.
   void discard();
   // Marks the count of eager bytes as sent.
   void markTold() { told_ = ends_.consumed->observe(); }
@@ -80,7 +80,7 @@ class MessageReceiver {
 
   // Whether the ring has room again after it had none.  From any thread.
   bool canGoOn() const;
-  // Receives available bytes; sets `moved` if records arrived or were acknowledged.
+  // Receives available bytes; sets `moved` if parts arrived or were acknowledged.
   Carried carry(Socket& socket, bool& moved);
   // The reason in words, after kEnded.
   const std::string& end() const { return end_; }
@@ -96,13 +96,13 @@ class MessageReceiver {
   size_t head_got_ = 0, bytes_left_ = 0;
   uint64_t got_ = 0, published_ = 0, acknowledged_ = 0;
   static constexpr uint64_t kNotFull =
-      ~uint64_t{0};                           // no counter has this value: records are aligned
+      ~uint64_t{0};                           // no counter has this value: parts are aligned
   std::atomic<uint64_t> full_at_ = kNotFull;  // the reader's count when the ring was full
   std::string end_;
   bool damaged_ = false;
 };
 
-// Whether this is a valid head of a record that begins `left` bytes before the ring's end.
-bool isSound(const Record& record, size_t left);
+// Whether this is a valid head of a part that begins `left` bytes before the ring's end.
+bool isSound(const MessagePart& part, size_t left);
 
 }  // namespace ringreduce::net

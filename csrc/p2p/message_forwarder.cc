@@ -15,7 +15,7 @@ namespace ringreduce::net {
 // Used in the reactor's thread, unless a function says otherwise.
 class MessageForwarder::Carrier : public std::enable_shared_from_this<Carrier> {
  public:
-  struct alignas(kRecordAlign) ByteRing {
+  struct alignas(kPartAlign) ByteRing {
     std::byte bytes[kRingBytes];  // committed by the system when first written to
   };
   struct Peer {
@@ -112,9 +112,9 @@ void MessageForwarder::Carrier::serve(Peer& peer) {
 
 void MessageForwarder::Carrier::send(Peer& peer) {
   if (peer.closed) {
-    const bool records = peer.sender.hasRecords();
+    const bool parts = peer.sender.hasRecords();
     peer.sender.discard();
-    if (records) listener_.onProgress(peer.rank);
+    if (parts) listener_.onProgress(peer.rank);
     return;
   }
   if (peer.blocked) return;

@@ -1,10 +1,10 @@
 // Messages between ranks that share no memory: the byte rings of transport/shm/channel.h, carried
 // by sockets.
 //
-// A rank writes records into a ring of its own memory as if it were the receiver's.  The forwarder,
+// A rank writes parts into a ring of its own memory as if it were the receiver's.  The forwarder,
 // in the reactor's thread, sends the bytes of that ring, and puts arriving bytes into a ring that
 // the rank reads.  A connection is one-way.  The sender makes it when it first has something to
-// send: records, or the count of eager bytes that have arrived.  Nothing is ever sent back on it,
+// send: parts, or the count of eager bytes that have arrived.  Nothing is ever sent back on it,
 // so closing it loses nothing that is in flight.
 #pragma once
 

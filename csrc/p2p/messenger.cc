@@ -19,7 +19,7 @@ namespace ringreduce {
 
 // ---- rings in shared memory
 
-std::vector<Engine::Wire> messageRings(const Membership& m, int rank) {
+std::vector<Engine::Channels> messageRings(const HostMemory& m, int rank) {
   const Layout at(m.options, static_cast<int>(m.members.size()));
   // The memory of rank `of` for messages from rank `peer`.
   const auto box = [&](int of, int peer) -> Box& {
@@ -28,13 +28,13 @@ std::vector<Engine::Wire> messageRings(const Membership& m, int rank) {
   const auto ring = [&](int of, int peer) {
     return memoryOf(m, of) + at.rings + static_cast<size_t>(peer) * kRingBytes;
   };
-  std::vector<Engine::Wire> wires;
+  std::vector<Engine::Channels> channels;
   for (int r = 0; r < static_cast<int>(m.members.size()); ++r)
-    wires.push_back({.out = {ring(r, rank), box(r, rank).filled, box(rank, r).emptied},
-                     .in = {ring(rank, r), box(rank, r).filled, box(r, rank).emptied},
-                     .consumed = &box(r, rank).consumed,
-                     .acknowledged = &box(rank, r).consumed});
-  return wires;
+    channels.push_back({.out = {ring(r, rank), box(r, rank).filled, box(rank, r).emptied},
+                        .in = {ring(rank, r), box(rank, r).filled, box(r, rank).emptied},
+                        .consumed = &box(r, rank).consumed,
+                        .acknowledged = &box(rank, r).consumed});
+  return channels;
 }
 
 // ---- posting and waiting
@@ -56,15 +56,15 @@ constexpr int kDozes = 50;
 
 }  // namespace
 
-Messenger::Messenger(int rank, std::vector<Engine::Wire> wires, Arbiter& arbiter,
+Messenger::Messenger(int rank, std::vector<Engine::Channels> channels, Arbiter& arbiter,
                      Executor& executor, const GroupOptions& options, Patience patience)
     : rank_(rank),
-      size_(static_cast<int>(wires.size())),
+      size_(static_cast<int>(channels.size())),
       arbiter_(arbiter),
       executor_(executor),
       options_(options),
       patience_(patience),
-      engine_(std::move(wires)) {}
+      engine_(std::move(channels)) {}
 
 Messenger::~Messenger() {
   if (thread_.joinable()) stop(nullptr, kNever);
@@ -118,7 +118,7 @@ bool Messenger::pass(Nanos at) {
   bool moved = false, others_wait = false;
   {
     const std::lock_guard lock(mutex_);
-    if (stopping_) return false;  // the wires may be closed
+    if (stopping_) return false;  // the channels may be closed
     moved = engine_.progress(over, touched);
     if (!over.empty()) tellEnds(over, at, /*failed=*/false);
     others_wait = driven_ && driver_ != std::this_thread::get_id();

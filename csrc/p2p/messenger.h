@@ -22,7 +22,7 @@
 #include <vector>
 
 #include "base/executor.h"
-#include "bootstrap/membership.h"
+#include "bootstrap/host_memory.h"
 #include "bootstrap/options.h"
 #include "health/arbiter.h"
 #include "p2p/engine.h"
@@ -60,13 +60,13 @@ class MessageObserver {
   virtual void onEnd(const Delivery& delivery, Nanos at, bool failed) = 0;
 };
 
-// The wires of rank `rank` to each rank of a host: rings in the members' segments.  The membership
-// must live as long.
-std::vector<Engine::Wire> messageRings(const Membership& membership, int rank);
+// The channels of rank `rank` to each rank of a host: rings in the members' segments.  The host
+// memory must live as long.
+std::vector<Engine::Channels> messageRings(const HostMemory& host_memory, int rank);
 
 class Messenger {
  public:
-  Messenger(int rank, std::vector<Engine::Wire> wires, Arbiter& arbiter, Executor& executor,
+  Messenger(int rank, std::vector<Engine::Channels> channels, Arbiter& arbiter, Executor& executor,
             const GroupOptions& options, Patience patience);
   ~Messenger();  // `stop` has been called
 

@@ -45,7 +45,7 @@ std::shared_ptr<cuda::GpuCommunicator> makeHostCommunicator(const std::shared_pt
                                                             int ranks_on_device) {
   auto options = cuda::CommunicatorOptions::fromEnvironment();
   options.ranks_on_device = ranks_on_device;
-  return cuda::Communicator::create(group, device.index(), options);
+  return cuda::HostCommunicator::create(group, device.index(), options);
 }
 
 std::shared_ptr<cuda::GpuCommunicator> makeInterNodeCommunicator(

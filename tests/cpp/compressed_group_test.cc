@@ -323,7 +323,7 @@ TEST(what_cannot_be_decoded_names_whom_it_came_from) {
           CompressedAllReduce a = some(data);
           a.schedule = schedule;
           one.operation([&](Transport& transport) {
-            one.rank() == 2 ? sabotage(transport) : compressedAllReduce(one.communicator(), a);
+            one.rank() == 2 ? sabotage(transport) : compressedAllReduce(one.over(), a);
           });
         });
       };

@@ -71,7 +71,7 @@ TEST(many_slices_and_short_windows) {
       overStandIn(P, [&](stream_cases::Caller& call) {
         for (const Case& c : all)
           c.run(call.transport.rank(), [&](const CompressedAllReduce& a) {
-            call.perform([&](StreamCommunicator& streams) {
+            call.perform([&](OverStreams& streams) {
               compressedAllReduce(streams, CompressedAmong{.call = a,
                                                            .ranks = everyRank(P),
                                                            .world_size = P,
@@ -89,7 +89,7 @@ TEST(some_of_the_ranks_in_any_order) {
   overStandIn(5, [&](stream_cases::Caller& call) {
     const auto place = std::ranges::find(some, call.transport.rank());
     for (const Case& c : all)
-      call.perform([&](StreamCommunicator& streams) {
+      call.perform([&](OverStreams& streams) {
         if (place == some.end()) return;
         const auto me = static_cast<int>(place - some.begin());
         Floats output(c.count), error(c.count);

@@ -7,7 +7,7 @@
 #include <chrono>
 #include <thread>
 
-#include "bootstrap/membership.h"
+#include "bootstrap/host_memory.h"
 #include "bootstrap/process.h"
 #include "bootstrap/rendezvous.h"
 #include "bootstrap/topology.h"
@@ -76,9 +76,9 @@ TEST(the_ranks_of_a_host_share_memory_and_are_named_by_the_whole_groups_numbers)
         hosts.memoryExchange("test", SharedOptions::fromEnvironment(2), patience(20 * kSecond));
     CHECK_EQ(ranks.rank, hosts.rank() / 2);
     CHECK_EQ(ranks.options.shown(1), std::to_string(2 + hosts.rank() % 2));
-    const Membership membership = shareMemory(ranks, [](int) {});
-    CHECK_EQ(membership.members.size(), 2u);
-    std::atomic_ref sum(pageOf(membership, 0).posted.value);
+    const HostMemory host_memory = shareMemory(ranks, [](int) {});
+    CHECK_EQ(host_memory.members.size(), 2u);
+    std::atomic_ref sum(pageOf(host_memory, 0).posted.value);
     sum += static_cast<uint64_t>(hosts.rank() + 1);
     while (sum != (hosts.rank() % 2 == 0 ? uint64_t{4} : uint64_t{6})) std::this_thread::yield();
   });
@@ -90,7 +90,7 @@ TEST(without_another_name_a_machine_is_one_host_and_leaves_nothing_in_the_store)
     for (int i = 0; i < 20; ++i) {
       const Rendezvous all = met(store, r, 4);
       CHECK(!all.hosts);
-      CHECK_EQ(all.membership.members.size(), 4u);
+      CHECK_EQ(all.host_memory.members.size(), 4u);
     }
   });
   CHECK_EQ(store.size(), 0u);
@@ -114,7 +114,7 @@ TEST(records_of_an_earlier_run_are_not_taken_for_this_one) {
                                           {"token2", "old"}}));
     ranks::inThreads(3, [&](int r) {
       if (r == 2) std::this_thread::sleep_for(std::chrono::milliseconds(300));
-      CHECK_EQ(met(store, r, 3).membership.members.size(), 3u);
+      CHECK_EQ(met(store, r, 3).host_memory.members.size(), 3u);
     });
   }
   // The same between hosts.
@@ -162,7 +162,7 @@ TEST(a_rank_of_another_job_is_refused_and_the_right_one_is_not_disturbed) {
         is_refused = true;
       } else {
         const Rendezvous all = meetAs(store, r / 2, "7.0");
-        CHECK_EQ(all.hosts ? all.hosts->size() : static_cast<int>(all.membership.members.size()),
+        CHECK_EQ(all.hosts ? all.hosts->size() : static_cast<int>(all.host_memory.members.size()),
                  2);
       }
     });
@@ -309,7 +309,7 @@ TEST(two_processes_of_one_number_end_it_for_all) {
     });
     CHECK(now() - begin < 30 * kSecond);
     // Its remains do not disturb the next rendezvous.
-    ranks::inThreads(3, [&](int r) { CHECK_EQ(met(store, r, 3).membership.members.size(), 3u); });
+    ranks::inThreads(3, [&](int r) { CHECK_EQ(met(store, r, 3).host_memory.members.size(), 3u); });
   }
 }
 

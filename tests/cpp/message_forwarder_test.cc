@@ -151,7 +151,7 @@ Rank::Rank(Ranks& ranks, int rank, int size)
             return ranks.dial(rank, to, turn);
           },
           *this)) {
-  std::vector<Engine::Wire> wires;
+  std::vector<Engine::Channels> wires;
   for (int r = 0; r < size; ++r) {
     if (r == rank) {
       wires.push_back({.out = {own_ring_.get(), own_box_->filled, own_box_->emptied},
@@ -280,7 +280,7 @@ TEST(a_full_ring_waits_and_goes_on) {
       const Letter data = letter(0, static_cast<int>(written), kBytes);
       std::memcpy(payload, data.data(), kBytes);
       writer.commit(
-          {.id = written++, .count = kBytes, .payload = kBytes, .type = Record::Type::kEager});
+          {.id = written++, .count = kBytes, .payload = kBytes, .type = MessagePart::Type::kEager});
       ranks[0].forwarder->wake(1);
       idle = 0;
     }
@@ -300,9 +300,9 @@ TEST(a_full_ring_waits_and_goes_on) {
   until(
       [&] {
         write();
-        while (const Record* record = reader.front()) {
-          CHECK_EQ(record->id, read);
-          CHECK(std::memcmp(record + 1, letter(0, static_cast<int>(read), kBytes).data(), kBytes) ==
+        while (const MessagePart* part = reader.front()) {
+          CHECK_EQ(part->id, read);
+          CHECK(std::memcmp(part + 1, letter(0, static_cast<int>(read), kBytes).data(), kBytes) ==
                 0);
           ++read;
           reader.pop(kBytes);
@@ -348,10 +348,10 @@ TEST(whoever_leaves_while_it_dials_does_not_wait_for_that) {
 }
 
 TEST(no_record_is_believed_that_no_rank_sends) {
-  using Type = Record::Type;
+  using Type = MessagePart::Type;
   CHECK(net::isSound({.count = 10, .payload = 10, .type = Type::kEager}, 64));
   CHECK(net::isSound({.count = 1 << 30, .type = Type::kRequest}, 64));
-  CHECK(net::isSound({.payload = 64 - sizeof(Record), .type = Type::kSkip}, 64));
+  CHECK(net::isSound({.payload = 64 - sizeof(MessagePart), .type = Type::kSkip}, 64));
   CHECK(!net::isSound({.payload = 0, .type = Type::kSkip}, 128));
   CHECK(!net::isSound({.count = 11, .payload = 10, .type = Type::kEager}, 64));
   CHECK(!net::isSound({.count = 10, .payload = 10, .type = Type::kEager, .dtype = DType::kInt64},

@@ -193,14 +193,14 @@ void rings(int P, int depth, size_t window) {
       BasicShmSendLink<Rules> next(pipe(me, (me + 1) % P), waiter);
       BasicShmRecvLink<Rules> prev(pipe((me + P - 1) % P, me), waiter);
       EarlyRelease early(prev);
-      Communicator communicator{.rank = me,
-                                .size = P,
-                                .exchange = unused,
-                                .next = next,
-                                .prev = kEarlyRelease ? static_cast<RecvLink&>(early) : prev,
-                                .link_slots = fresh.links(me),
-                                .watch = watch,
-                                .algorithm = Algorithm::kRing};
+      OverMemory over{.rank = me,
+                      .size = P,
+                      .exchange = unused,
+                      .next = next,
+                      .prev = kEarlyRelease ? static_cast<RecvLink&>(early) : prev,
+                      .link_slots = fresh.links(me),
+                      .watch = watch,
+                      .algorithm = Algorithm::kRing};
       for (int again = 0; again < 20; ++again) {
         std::vector<float> data(n), expected(n);
         for (size_t i = 0; i < n; ++i) {
@@ -210,7 +210,7 @@ void rings(int P, int depth, size_t window) {
         }
         const AllReduce call{data.data(), n, DType::kFloat32, ReduceOp::kSum};
         const Cut cut{n, P};
-        Primitives primitives(communicator, call, reduceKernels(call.dtype, call.op), kSlice);
+        Primitives primitives(over, call, reduceKernels(call.dtype, call.op), kSlice);
         runRing(primitives, {.rank = me,
                              .world_size = P,
                              .slices = std::max<size_t>(1, ceilDiv(cut.chunkSize(), kSlice)),
@@ -366,14 +366,14 @@ struct LossyWorld {
                          &memory.pages[static_cast<size_t>(me)], memory.links(me)};
     ShmSendLink next(unused, waiter);
     ShmRecvLink prev(unused, waiter);
-    Communicator c{.rank = me,
-                   .size = P,
-                   .exchange = mine,
-                   .next = next,
-                   .prev = prev,
-                   .link_slots = memory.links(me),
-                   .watch = guard,
-                   .algorithm = shared_out ? Algorithm::kTwoShot : Algorithm::kDirect};
+    OverMemory c{.rank = me,
+                 .size = P,
+                 .exchange = mine,
+                 .next = next,
+                 .prev = prev,
+                 .link_slots = memory.links(me),
+                 .watch = guard,
+                 .algorithm = shared_out ? Algorithm::kTwoShot : Algorithm::kDirect};
     for (uint64_t sum = 0; sum < kSums; ++sum) {
       std::vector<float> data(kCount, addend(me));
       const ReduceOp op = sum == 0 ? ReduceOp::kSum : ReduceOp::kAvg;
@@ -447,8 +447,8 @@ void everything() {
 // What the two ends of a channel do in the wrong order.
 enum class ChannelMistake {
   kNone,
-  kEarlyCommit,  // the sender publishes a record and then writes its payload
-  kEarlyPop,     // the receiver gives a record's room back and then reads its payload
+  kEarlyCommit,  // the sender publishes a part and then writes its payload
+  kEarlyPop,     // the receiver gives a part's room back and then reads its payload
 };
 
 // Records of all sizes through one channel.  Some fill the ring to its very end, the largest are
@@ -458,9 +458,9 @@ void channels() {
   constexpr uint64_t kRecords = 4000;
   const auto sizeOf = [](uint64_t id) -> size_t {
     const uint64_t mixed = id * 0x9e3779b97f4a7c15u >> 40;
-    if (id % 97 == 0) return kRingBytes / 2 - kRecordAlign - mixed % 3;
+    if (id % 97 == 0) return kRingBytes / 2 - kPartAlign - mixed % 3;
     if (id % 7 == 0) return mixed % (20 << 10);
-    return mixed % 4 == 0 ? kRecordAlign * (mixed % 9) + kRecordAlign - sizeof(Record)
+    return mixed % 4 == 0 ? kPartAlign * (mixed % 9) + kPartAlign - sizeof(MessagePart)
                           : mixed % 300;
   };
   const auto payloadOf = [&](uint64_t id) {
@@ -486,33 +486,33 @@ void channels() {
         const std::vector<uint8_t> payload = payloadOf(id);
         std::byte* room;
         while (!(room = out.reserve(payload.size()))) again();
-        const Record record{.id = id,
-                            .count = ~id,
-                            .payload = static_cast<uint32_t>(payload.size()),
-                            .tag = static_cast<int32_t>(id % 5),
-                            .type = Record::Type::kEager};
+        const MessagePart part{.id = id,
+                               .count = ~id,
+                               .payload = static_cast<uint32_t>(payload.size()),
+                               .tag = static_cast<int32_t>(id % 5),
+                               .type = MessagePart::Type::kEager};
         if (kMistake == ChannelMistake::kEarlyCommit) {
-          out.commit(record);
+          out.commit(part);
           dawdle();
         }
         if (!payload.empty()) std::memcpy(room, payload.data(), payload.size());
-        if (kMistake != ChannelMistake::kEarlyCommit) out.commit(record);
+        if (kMistake != ChannelMistake::kEarlyCommit) out.commit(part);
       }
     } else {
       BasicChannelReader<Rules> in(bytes, box.filled, box.emptied);
       for (uint64_t id = 0; id < kRecords; ++id) {
-        const Record* record;
-        while (!(record = in.front())) again();
-        CHECK_EQ(record->id, id);
-        CHECK_EQ(record->count, ~id);
-        CHECK_EQ(record->tag, static_cast<int32_t>(id % 5));
+        const MessagePart* part;
+        while (!(part = in.front())) again();
+        CHECK_EQ(part->id, id);
+        CHECK_EQ(part->count, ~id);
+        CHECK_EQ(part->tag, static_cast<int32_t>(id % 5));
         const std::vector<uint8_t> payload = payloadOf(id);
-        CHECK_EQ(record->payload, payload.size());
+        CHECK_EQ(part->payload, payload.size());
         if (kMistake == ChannelMistake::kEarlyPop) {
           in.pop(payload.size());
           dawdle();
         }
-        CHECK(payload.empty() || std::memcmp(record + 1, payload.data(), payload.size()) == 0);
+        CHECK(payload.empty() || std::memcmp(part + 1, payload.data(), payload.size()) == 0);
         if (kMistake != ChannelMistake::kEarlyPop) in.pop(payload.size());
       }
       CHECK(!in.front());

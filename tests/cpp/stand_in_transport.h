@@ -327,7 +327,7 @@ inline void overStandIn(int size, const StreamOptions& options,
   ranks::inThreads(size, [&](int r) {
     stream_world::TestWatch watch(failed, kNever);
     StandIn transport(r, net);
-    StreamCommunicator c(transport, watch, options);
+    OverStreams c(transport, watch, options);
     stream_cases::Caller call(c,
                               [&](const Announcement& announced, const std::function<void()>& run) {
                                 try {

@@ -12,7 +12,7 @@
 
 #include "check.h"
 #include "collectives/collectives.h"
-#include "collectives/stream_communicator.h"
+#include "collectives/over_streams.h"
 #include "epoch/operation.h"
 #include "ring_oracle.h"
 #include "transport/transport.h"
@@ -38,7 +38,7 @@ inline size_t at(int i) {
 class Caller {
  public:
   using Operate = std::function<void(const Announcement&, const std::function<void()>& body)>;
-  Caller(StreamCommunicator& c, Operate operate)
+  Caller(OverStreams& c, Operate operate)
       : transport(c.transport), options(c.options), c_(c), operate_(std::move(operate)) {}
 
   void operator()(const CollectiveCall& call) {
@@ -51,7 +51,7 @@ class Caller {
     operate_(a, [&] { ringreduce::perform(c_, call); });
   }
   // An operation that is no call.
-  void perform(const std::function<void(StreamCommunicator&)>& body) {
+  void perform(const std::function<void(OverStreams&)>& body) {
     operate_({{.sequence = sequence_++}}, [&] { body(c_); });
   }
 
@@ -59,7 +59,7 @@ class Caller {
   const StreamOptions& options;
 
  private:
-  StreamCommunicator& c_;
+  OverStreams& c_;
   const Operate operate_;
   uint64_t sequence_ = 0;
 };

@@ -21,7 +21,7 @@ namespace {
 // What the group does around a call.
 std::function<void(OneRank&)> asCaller(const std::function<void(Caller&)>& body) {
   return [&body](OneRank& one) {
-    Caller call(one.communicator(), [&](const Announcement& a, const std::function<void()>& run) {
+    Caller call(one.over(), [&](const Announcement& a, const std::function<void()>& run) {
       one.operation([&](Transport&) { run(); }, a.kind, a.count);
     });
     body(call);
@@ -45,7 +45,7 @@ void overStandIn(int P, const StreamOptions& options, const std::function<void(C
 std::string complaint(const std::function<void(Transport&, stand_in::Net&)>& body) {
   try {
     stand_in::overStandIn(2, {}, [&](Caller& call, stand_in::Net& net) {
-      call.perform([&](StreamCommunicator& c) { body(c.transport, net); });
+      call.perform([&](OverStreams& c) { body(c.transport, net); });
     });
   } catch (const std::runtime_error& error) {
     return error.what();

@@ -119,7 +119,7 @@ inline void checkWindow(const Over& over, int most_ranks, size_t buffers, size_t
             const size_t begin = cut.chunk(p).begin * c.width();
             chunks.push_back({from + begin, to + begin, cut.chunk(p).size});
           }
-          call.perform([&](StreamCommunicator& streams) {
+          call.perform([&](OverStreams& streams) {
             RingCall ring(chunks, dtype, c.op, ending, c.root);
             ring.slice = kSlice;
             ring.slices = slices;

@@ -14,7 +14,7 @@
 
 #include "base/clock.h"
 #include "base/error.h"
-#include "collectives/stream_communicator.h"
+#include "collectives/over_streams.h"
 #include "ranks.h"
 #include "transport/fabric.h"
 #include "transport/tcp/socket.h"
@@ -72,11 +72,11 @@ class OneRank {
       : watch_(failed, deadlineIn(timeout)),
         fabric_(std::move(fabric)),
         transport_(fabric_->make(rank, size, watch_)),
-        communicator_(*transport_, watch_, options) {}
+        over_(*transport_, watch_, options) {}
 
   Fabric& fabric() { return *fabric_; }
   Transport& transport() { return *transport_; }
-  StreamCommunicator& communicator() { return communicator_; }
+  OverStreams& over() { return over_; }
   TestWatch& watch() { return watch_; }
   int rank() const { return transport_->rank(); }
   int size() const { return transport_->size(); }
@@ -92,7 +92,7 @@ class OneRank {
   // The same, announced as this.
   void announce(const Announcement& own, const std::function<void(Transport&)>& body) {
     watch_.own = own;
-    communicator_.begin(watch_.own);
+    over_.begin(watch_.own);
     body(*transport_);
     transport_->finish();
     ++watch_.own.sequence;
@@ -102,7 +102,7 @@ class OneRank {
   TestWatch watch_;
   const std::unique_ptr<Fabric> fabric_;
   const std::unique_ptr<Transport> transport_;
-  StreamCommunicator communicator_;
+  OverStreams over_;
 };
 
 class World {

@@ -15,7 +15,7 @@
 #include "base/clock.h"
 #include "base/fd.h"
 #include "check.h"
-#include "collectives/stream_communicator.h"
+#include "collectives/over_streams.h"
 #include "stream_world.h"
 #include "transport/tcp/stream.h"
 #include "transport/tcp/tcp_transport.h"

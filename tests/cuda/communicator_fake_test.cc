@@ -37,7 +37,7 @@ using namespace peers;
 
 namespace {
 
-using OfRank = std::function<void(cuda::Communicator&, Group&, const GpuAllReduce&)>;
+using OfRank = std::function<void(cuda::HostCommunicator&, Group&, const GpuAllReduce&)>;
 
 CUstream_st* stream(uintptr_t number) {
   return reinterpret_cast<CUstream_st*>(number);
@@ -58,7 +58,7 @@ void run(int size, bool apart, const OfRank& body) {
                           .op = ReduceOp::kSum};
   peers::run(As::kThreads, size, [&](Group& group, int) {
     const auto of_rank = group.shared_from_this();
-    auto comm = cuda::Communicator::create(of_rank, apart ? group.rank() : 0, options);
+    auto comm = cuda::HostCommunicator::create(of_rank, apart ? group.rank() : 0, options);
     CHECK_EQ(comm->kernelsRunAtOnce(), apart || size == 1);
     made.wait();  // a rank that fails now would fail others that are still in create()
     body(*comm, group, call);
@@ -84,7 +84,7 @@ TEST(kernels_that_a_gpu_would_end_do_not_wait_for_peers) {
   for (bool limited : {true, false}) {
     fake::machine().ends_long_kernels = limited;
     peers::run(As::kThreads, 2, [&](Group& group, int) {
-      const auto comm = cuda::Communicator::create(group.shared_from_this(), group.rank(), {});
+      const auto comm = cuda::HostCommunicator::create(group.shared_from_this(), group.rank(), {});
       CHECK_EQ(comm->kernelsRunAtOnce(), !limited);
       group.run({Barrier{}});
     });
@@ -98,7 +98,8 @@ TEST(large_buckets_of_gradients_go_without_copies_where_gpus_are_linked) {
     for (bool linked : {true, false}) {
       fake::machine().apart[0][1] = fake::machine().apart[1][0] = !linked;
       peers::run(As::kThreads, size, [&](Group& group, int) {
-        const auto comm = cuda::Communicator::create(group.shared_from_this(), group.rank(), {});
+        const auto comm =
+            cuda::HostCommunicator::create(group.shared_from_this(), group.rank(), {});
         const bool can = linked && fixedSizeOf(size) >= 0;
         const size_t least = comm->tuning().zero_copy_least;
         CHECK_EQ(comm->gainsByRegistering(DType::kFloat32, least), can);
@@ -118,7 +119,7 @@ TEST(small_messages_go_by_ll) {
   for (const int size : {2, 3}) {
     fake::machine().gpus = size;
     peers::run(As::kThreads, size, [&](Group& group, int) {
-      const auto comm = cuda::Communicator::create(group.shared_from_this(), group.rank(), {});
+      const auto comm = cuda::HostCommunicator::create(group.shared_from_this(), group.rank(), {});
       const auto goesByLL = [&](DType dtype, size_t bytes, ReduceOp op,
                                 cuda::Choice choice = cuda::Choice::kAuto) {
         group.run({Barrier{}});
@@ -156,7 +157,7 @@ TEST(small_messages_go_by_ll) {
 
 TEST(a_call_that_cannot_be_launched_ends_the_group_for_all) {
   for (bool apart : {true, false})  // if not, a step of the direct schedule
-    run(2, apart, [&](cuda::Communicator& comm, Group& group, const GpuAllReduce& call) {
+    run(2, apart, [&](cuda::HostCommunicator& comm, Group& group, const GpuAllReduce& call) {
       // Rank 1 makes no call: it has nothing to wait for, and learns it all the same.
       const std::string words = "rank 0 (pid";
       if (group.rank() == 0) {
@@ -176,7 +177,7 @@ TEST(a_call_that_cannot_be_launched_ends_the_group_for_all) {
 TEST(a_gpu_that_is_ruined_ends_the_group_for_all_and_nothing_waits_for_it) {
   for (bool amid : {true, false}) {  // a call, or before it
     const Healed healed;
-    run(2, true, [&](cuda::Communicator& comm, Group& group, const GpuAllReduce& call) {
+    run(2, true, [&](cuda::HostCommunicator& comm, Group& group, const GpuAllReduce& call) {
       fake::gpu_is_busy = true;
       if (amid) comm.allReduce(call, stream(1));
       group.run({Barrier{}});
@@ -203,7 +204,7 @@ TEST(a_gpu_that_is_ruined_ends_the_group_for_all_and_nothing_waits_for_it) {
 TEST(a_communicator_is_made_and_ended_beside_captures_of_other_threads) {
   fake::someone_captures = true;
   for (bool apart : {true, false})
-    run(2, apart, [&](cuda::Communicator& comm, Group&, const GpuAllReduce& call) {
+    run(2, apart, [&](cuda::HostCommunicator& comm, Group&, const GpuAllReduce& call) {
       if (apart) comm.allReduce(call, stream(1));
       CHECK(comm.wait(20 * kSecond));
     });
@@ -214,7 +215,7 @@ TEST(a_communicator_is_made_and_ended_beside_captures_of_other_threads) {
 TEST(every_call_of_cuda_that_fails_in_an_all_reduce_is_raised_at_once) {
   bool failed = true;
   for (int n = 1; failed; ++n)
-    run(1, true, [&](cuda::Communicator& comm, Group&, const GpuAllReduce& call) {
+    run(1, true, [&](cuda::HostCommunicator& comm, Group&, const GpuAllReduce& call) {
       GpuAllReduce scaled = call;
       scaled.op = ReduceOp::kPremulSum;
       fake::failAt(n, cudaErrorUnknown);
@@ -229,7 +230,7 @@ TEST(every_call_of_cuda_that_fails_in_an_all_reduce_is_raised_at_once) {
 namespace {
 
 // Every call of `comm` but allReduce, with a label.
-std::vector<std::function<void()>> otherCalls(cuda::Communicator& comm) {
+std::vector<std::function<void()>> otherCalls(cuda::HostCommunicator& comm) {
   alignas(16) static char memory[4096];
   const auto label = [] { return std::string("DDP bucket 2"); };
   return {
@@ -262,7 +263,7 @@ std::vector<std::function<void()>> otherCalls(cuda::Communicator& comm) {
 TEST(every_call_that_cannot_be_launched_ends_the_group_and_says_which) {
   for (size_t which = 0; which < 3; ++which)
     for (bool apart : {true, false})
-      run(2, apart, [&](cuda::Communicator& comm, Group& group, const GpuAllReduce&) {
+      run(2, apart, [&](cuda::HostCommunicator& comm, Group& group, const GpuAllReduce&) {
         if (group.rank() == 0) {
           if (apart) fake::failAt(1, cudaErrorLaunchOutOfResources);
           const auto failure = ranks::failureOf(otherCalls(comm)[which], "gave up: cannot");
@@ -276,7 +277,7 @@ TEST(every_call_that_cannot_be_launched_ends_the_group_and_says_which) {
 }
 
 TEST(a_group_of_one_moves_and_scales) {
-  run(1, true, [&](cuda::Communicator& comm, Group&, const GpuAllReduce&) {
+  run(1, true, [&](cuda::HostCommunicator& comm, Group&, const GpuAllReduce&) {
     const int before = fake::launches;
     for (const auto& call : otherCalls(comm)) call();
     CHECK(comm.wait(20 * kSecond));
@@ -288,7 +289,7 @@ TEST(every_call_of_cuda_that_fails_in_another_call_is_raised_at_once) {
   for (size_t which = 0; which < 3; ++which) {
     bool failed = true;
     for (int n = 1; failed; ++n)
-      run(2, true, [&](cuda::Communicator& comm, Group& group, const GpuAllReduce&) {
+      run(2, true, [&](cuda::HostCommunicator& comm, Group& group, const GpuAllReduce&) {
         if (group.rank() == 1) {
           // It may have learned of the other's failure first.
           const auto failure = ranks::failureOf([&] { otherCalls(comm)[which](); });
@@ -306,7 +307,7 @@ TEST(every_call_of_cuda_that_fails_in_another_call_is_raised_at_once) {
 }
 
 TEST(what_other_calls_cannot_do_is_refused_and_the_group_goes_on) {
-  run(2, true, [&](cuda::Communicator& comm, Group& group, const GpuAllReduce&) {
+  run(2, true, [&](cuda::HostCommunicator& comm, Group& group, const GpuAllReduce&) {
     alignas(16) static char memory[4096];
     const auto refused = [](const std::function<void()>& call, const char* words) {
       CHECK(ranks::failureOf(call, words) == Failure::kArgument);
@@ -359,7 +360,7 @@ TEST(what_other_calls_cannot_do_is_refused_and_the_group_goes_on) {
 }
 
 TEST(events_are_asked_beside_captures_and_leave_no_error_behind) {
-  run(1, true, [&](cuda::Communicator& comm, Group&, const GpuAllReduce& call) {
+  run(1, true, [&](cuda::HostCommunicator& comm, Group&, const GpuAllReduce& call) {
     fake::someone_captures = fake::gpu_is_busy = true;
     comm.allReduce(call, stream(1));
     for (int i = 0; i < 20; ++i) {
@@ -375,7 +376,7 @@ TEST(events_are_asked_beside_captures_and_leave_no_error_behind) {
 }
 
 TEST(calls_on_another_stream_are_held_back) {
-  run(1, true, [&](cuda::Communicator& comm, Group&, const GpuAllReduce& call) {
+  run(1, true, [&](cuda::HostCommunicator& comm, Group&, const GpuAllReduce& call) {
     const int before = fake::streams_held_back;
     for (uintptr_t number : {1, 1, 2, 2, 1}) comm.allReduce(call, stream(number));
     CHECK_EQ(fake::streams_held_back - before, 2);
@@ -385,11 +386,11 @@ TEST(calls_on_another_stream_are_held_back) {
 
 // A ring of one rank would double its input.
 TEST(a_group_of_one_has_nothing_to_add_up_in_one_grid_either) {
-  run(1, true, [&](cuda::Communicator& comm, Group&, GpuAllReduce call) {
+  run(1, true, [&](cuda::HostCommunicator& comm, Group&, GpuAllReduce call) {
     call.algorithm = cuda::Choice::kRing;
-    cuda::Communicator* const ranks[] = {&comm};
+    cuda::HostCommunicator* const ranks[] = {&comm};
     const int before = fake::launches;
-    cuda::Communicator::allReduceTogether(ranks, std::span(&call, 1), stream(1));
+    cuda::HostCommunicator::allReduceTogether(ranks, std::span(&call, 1), stream(1));
     CHECK(comm.wait(20 * kSecond));
     CHECK_EQ(fake::launches - before, 0);  // in place, and not scaled
   });

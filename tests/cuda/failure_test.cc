@@ -85,7 +85,7 @@ struct Data {
 };
 
 // The error that a rank raises, within kPromptly.
-Error errorOf(cuda::Communicator& comm) {
+Error errorOf(cuda::HostCommunicator& comm) {
   const Nanos deadline = deadlineIn(kPromptly);
   while (now() < deadline) {
     try {
@@ -221,7 +221,7 @@ TEST(a_killed_process_is_named_by_the_others) {
       options.access = access;
       const Data data(1);
       const gpu::Stream stream;
-      const auto allReduce = [&](cuda::Communicator& comm) {
+      const auto allReduce = [&](cuda::HostCommunicator& comm) {
         comm.allReduce({.input = data.inputs[0].get(),
                         .output = data.outputs[0].get(),
                         .count = kCount,
@@ -231,8 +231,8 @@ TEST(a_killed_process_is_named_by_the_others) {
         if (!comm.wait(gpu::kHang)) throw std::runtime_error("neither ends nor raises");
       };
       {
-        const auto comm =
-            cuda::Communicator::create(Group::create(store, r, kSize, named("kill")), 0, options);
+        const auto comm = cuda::HostCommunicator::create(
+            Group::create(store, r, kSize, named("kill")), 0, options);
         for (int i = 0; i < 5; ++i) allReduce(*comm);
         CHECK(data.isAll(0, kSize));
         if (r == kVictim)
@@ -249,7 +249,7 @@ TEST(a_killed_process_is_named_by_the_others) {
         CHECK(data.isPoisoned(0) || data.isAll(0, kSize));
       }
       // The two that are left.
-      const auto comm = cuda::Communicator::create(
+      const auto comm = cuda::HostCommunicator::create(
           Group::create(again, r == 0 ? 0 : 1, kSize - 1, named("left")), 0, options);
       allReduce(*comm);
       CHECK(data.isAll(0, kSize - 1));

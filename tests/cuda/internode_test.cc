@@ -47,7 +47,7 @@ void onHosts(const std::string& letters, const std::function<void(Rank&)>& body,
     gpu::must(cudaSetDevice(0), "use the GPU");
     const GroupOptions options{.name = "test", .timeout = timeout};
     const auto group = Group::create(store, r, size, options);
-    const auto local = cuda::Communicator::create(group->local(), 0, {});
+    const auto local = cuda::HostCommunicator::create(group->local(), 0, {});
     const auto communicator = cuda::InterNodeCommunicator::create(group, *group->epoch()->hosts,
                                                                   group->local(), local, 0);
     const gpu::Stream stream;

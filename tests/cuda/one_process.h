@@ -20,9 +20,9 @@ namespace one_process {
 
 using namespace ringreduce;
 using cuda::Choice;
-using cuda::Communicator;
 using cuda::CommunicatorOptions;
 using cuda::GpuAllReduce;
+using cuda::HostCommunicator;
 
 // One all-reduce of all ranks.
 struct Run {
@@ -43,12 +43,12 @@ class Ranks {
     ranks::MemoryStore store;
     ranks::inThreads(size, [&](int r) {
       comms_[static_cast<size_t>(r)] =
-          Communicator::create(Group::create(store, r, size, of_group), 0, options);
+          HostCommunicator::create(Group::create(store, r, size, of_group), 0, options);
     });
   }
 
   int size() const { return static_cast<int>(comms_.size()); }
-  Communicator& comm(int r) const { return *comms_[static_cast<size_t>(r)]; }
+  HostCommunicator& comm(int r) const { return *comms_[static_cast<size_t>(r)]; }
   cudaStream_t stream(int r = 0) const { return streams_[static_cast<size_t>(r)].get(); }
 
   // By rank.  "", or why leaders cannot read and write them where they are.
@@ -79,12 +79,12 @@ class Ranks {
   // One cooperative grid, in the first rank's stream.
   void together(const Run& run, Choice choice) const {
     std::vector<GpuAllReduce> calls;
-    std::vector<Communicator*> all;
+    std::vector<HostCommunicator*> all;
     for (int r = 0; r < size(); ++r) {
       calls.push_back(callOf(run, r, choice));
       all.push_back(&comm(r));
     }
-    Communicator::allReduceTogether(all, calls, stream());
+    HostCommunicator::allReduceTogether(all, calls, stream());
   }
 
   // Each rank in its own stream, or in that of the same rank of `other`.
@@ -140,7 +140,7 @@ class Ranks {
  private:
   static constexpr size_t kManyPieces = 8 * cuda::kStagingBytes;
 
-  std::vector<std::shared_ptr<Communicator>> comms_;
+  std::vector<std::shared_ptr<HostCommunicator>> comms_;
   std::vector<gpu::Stream> streams_;
   gpu::Mark mark_;
 };

@@ -68,7 +68,7 @@ class Data {
 
   void put(const Ranks& ranks, int r, Nanos timeout = 0, const cuda::Label& label = {}) const {
     const auto i = static_cast<size_t>(r);
-    cuda::Communicator& comm = ranks.comm(r);
+    cuda::HostCommunicator& comm = ranks.comm(r);
     if (kind_ == Kind::kReduceScatter)
       comm.reduceScatter({.input = inputs_[i],
                           .output = outputs_[i],

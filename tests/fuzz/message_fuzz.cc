@@ -1,9 +1,9 @@
 // What receives messages (p2p/message_connection.h), over real sockets, from a rank with somebody
 // on the way, who cuts, drops, changes and adds bytes, and forges heads.
 //
-// Whatever comes: what the reader is shown are sound records within the ring, and counters go
+// Whatever comes: what the reader is shown are sound parts within the ring, and counters go
 // forwards.  As long as only heads of frames were changed, and nothing was added or dropped, the
-// heads' checksums find it: the records are those that were sent, and no more eager bytes are
+// heads' checksums find it: the parts are those that were sent, and no more eager bytes are
 // acknowledged than have arrived.
 #include <sys/socket.h>
 
@@ -25,8 +25,8 @@ using namespace ringreduce::net;
 namespace {
 
 struct Rings {
-  alignas(kRecordAlign) std::byte out[kRingBytes];
-  alignas(kRecordAlign) std::byte in[kRingBytes + kRecordAlign];  // the rest is nobody's
+  alignas(kPartAlign) std::byte out[kRingBytes];
+  alignas(kPartAlign) std::byte in[kRingBytes + kPartAlign];  // the rest is nobody's
 };
 Rings rings;  // as a used ring's, its bytes are whatever was there
 
@@ -54,7 +54,7 @@ class Play {
         reseals_(reseals),
         sender_(ends_),
         receiver_(ends_) {
-    std::memset(rings.in + kRingBytes, 0x5a, kRecordAlign);
+    std::memset(rings.in + kRingBytes, 0x5a, kPartAlign);
   }
 
   void run(fuzz::Input input) {
@@ -117,7 +117,7 @@ class Play {
     writer_.commit({.id = sent.id,
                     .count = payload,
                     .payload = static_cast<uint32_t>(payload),
-                    .type = Record::Type::kEager});
+                    .type = MessagePart::Type::kEager});
     sent_.push_back(std::move(sent));
   }
 
@@ -175,28 +175,27 @@ class Play {
       wrong_ = "went backwards";
     if (!forged_ && flags_[5].observe() > consumed_) wrong_ = "acknowledged what never came";
     if (flags_[2].observe() - flags_[3].observe() > kRingBytes) wrong_ = "shows more than a ring";
-    for (size_t i = 0; i < kRecordAlign; ++i)
+    for (size_t i = 0; i < kPartAlign; ++i)
       if (rings.in[kRingBytes + i] != std::byte{0x5a}) wrong_ = "wrote beyond the ring";
-    while (const Record* record = reader_.front()) look(*record);
+    while (const MessagePart* part = reader_.front()) look(*part);
     if (result != net::Carried::kEnded) return;
     over_ = true;
     if (receiver_.end().empty()) wrong_ = "ended without a word why";
   }
 
-  void look(const Record& record) {
+  void look(const MessagePart& part) {
     ++shown_;
-    const auto* begin = reinterpret_cast<const std::byte*>(&record);
+    const auto* begin = reinterpret_cast<const std::byte*>(&part);
     const auto left = static_cast<size_t>(rings.in + kRingBytes - begin);
-    if (!isSound(record, left)) wrong_ = "showed a record that is none";
+    if (!isSound(part, left)) wrong_ = "showed a part that is none";
     if (!forged_) {
-      const bool right =
-          !sent_.empty() && record.id == sent_.front().id &&
-          record.payload == sent_.front().payload.size() &&
-          std::memcmp(&record + 1, sent_.front().payload.data(), record.payload) == 0;
+      const bool right = !sent_.empty() && part.id == sent_.front().id &&
+                         part.payload == sent_.front().payload.size() &&
+                         std::memcmp(&part + 1, sent_.front().payload.data(), part.payload) == 0;
       if (!right) wrong_ = "showed what was not sent";
       if (!sent_.empty()) sent_.pop_front();
     }
-    reader_.pop(record.payload);
+    reader_.pop(part.payload);
   }
 
   Flag flags_[6]{};

@@ -22,8 +22,8 @@ SHIFT = {
     "collectives/collectives.h": {
         "// ---- all of them": "struct Shift {\n  static constexpr Kind kKind = Kind::kShift;\n"
         "  const void* input;\n  void* output;\n  size_t count;\n  DType dtype;\n};\n"
-        "void shift(Communicator&, const Shift&);\n"
-        "void shift(StreamCommunicator&, const Shift&);\n",
+        "void shift(OverMemory&, const Shift&);\n"
+        "void shift(OverStreams&, const Shift&);\n",
         "AllReduce, Reduce, ReduceScatter,": "Shift, ",
         "    void operator()(const AllReduce&": "void operator()(const Shift& s) { shift(w, s); }",
     },
@@ -31,9 +31,9 @@ SHIFT = {
         "": """#include "base/bytes.h"
 #include "collectives/collectives.h"
 #include "collectives/shared_memory.h"
-#include "collectives/stream_communicator.h"
+#include "collectives/over_streams.h"
 namespace ringreduce {
-void shift(Communicator& c, const Shift& s) {
+void shift(OverMemory& c, const Shift& s) {
   const size_t bytes = s.count * sizeOf(s.dtype);
   const uint64_t step = c.exchange.begin(1);
   copyBytes(c.exchange.acquire(step), s.input, bytes);
@@ -41,7 +41,7 @@ void shift(Communicator& c, const Shift& s) {
   copyBytes(s.output, c.exchange.peek(c.previousRank(), step), bytes);
   c.exchange.release(step);
 }
-void shift(StreamCommunicator& c, const Shift& s) {
+void shift(OverStreams& c, const Shift& s) {
   const int previous = (c.rank + c.size - 1) % c.size;
   c.transport.expect(previous, s.output, s.count * sizeOf(s.dtype));
   c.transport.send((c.rank + 1) % c.size, s.input, s.count * sizeOf(s.dtype));

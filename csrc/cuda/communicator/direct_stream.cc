@@ -17,14 +17,14 @@ namespace ringreduce::cuda {
 // ---- steps into a stream
 
 // Performs this rank's steps of one schedule.
-struct Communicator::State::Turn {
+struct HostCommunicator::State::Turn {
   std::function<void()> stage;
   std::function<void(Span elements)> lead;
   DeliverCall deliver;
 };
 
-void Communicator::State::put(const std::vector<ScheduleStep>& steps, const Turn& turn,
-                              cudaStream_t stream) {
+void HostCommunicator::State::put(const std::vector<ScheduleStep>& steps, const Turn& turn,
+                                  cudaStream_t stream) {
   using Do = ScheduleStep::Do;
   const int me = group->rank(), size = group->size();
   const auto address = [](uint32_t* word) { return reinterpret_cast<CUdeviceptr>(word); };
@@ -71,7 +71,7 @@ void Communicator::State::put(const std::vector<ScheduleStep>& steps, const Turn
 }
 
 // The end of a call whose output is in place.
-DeliverCall Communicator::State::deliverCall(void* output, size_t bytes, DType dtype) const {
+DeliverCall HostCommunicator::State::deliverCall(void* output, size_t bytes, DType dtype) const {
   HostState& own = *stateOnDevice(group->rank());
   auto* at = static_cast<std::byte*>(output);
   return {.from = nullptr,
@@ -85,7 +85,7 @@ DeliverCall Communicator::State::deliverCall(void* output, size_t bytes, DType d
           .poison = poisonOf(dtype)};
 }
 
-void Communicator::State::carry(const CarryCall& call, DType dtype, cudaStream_t stream) {
+void HostCommunicator::State::carry(const CarryCall& call, DType dtype, cudaStream_t stream) {
   if (call.places == 0 || call.bytes == 0) return;
   launch(carryKernel(unitOf(sizeOf(dtype))), blocksToMove(call.bytes, facts.multiprocessors), &call,
          false, stream);
@@ -93,8 +93,8 @@ void Communicator::State::carry(const CarryCall& call, DType dtype, cudaStream_t
 
 // ---- all_reduce
 
-std::optional<Communicator::State::Places> Communicator::State::placesOf(const GpuAllReduce& call,
-                                                                         cudaStream_t stream) {
+std::optional<HostCommunicator::State::Places> HostCommunicator::State::placesOf(
+    const GpuAllReduce& call, cudaStream_t stream) {
   const size_t bytes = call.count * sizeOf(call.dtype);
   const auto find = [&](const void* p) -> Registered* {
     const auto at = reinterpret_cast<uintptr_t>(p);
@@ -123,7 +123,7 @@ std::optional<Communicator::State::Places> Communicator::State::placesOf(const G
   return found;
 }
 
-void Communicator::State::direct(const GpuAllReduce& call, cudaStream_t stream) {
+void HostCommunicator::State::direct(const GpuAllReduce& call, cudaStream_t stream) {
   const std::optional<Places> registered_at = placesOf(call, stream);
   const bool staged = !registered_at;
   Places buffers = registered_at.value_or(Places{});
@@ -178,7 +178,7 @@ void Communicator::State::direct(const GpuAllReduce& call, cudaStream_t stream) 
 
 // ---- the other calls, always through the staging memory
 
-StagedAt Communicator::State::stagedAt() const {
+StagedAt HostCommunicator::State::stagedAt() const {
   StagedAt staged{.rank = group->rank(),
                   .size = group->size(),
                   .base = {},
@@ -197,7 +197,7 @@ void inPieces(size_t all, size_t most, Put put) {
 
 }  // namespace
 
-void Communicator::State::direct(const GpuReduceScatter& call, cudaStream_t stream) {
+void HostCommunicator::State::direct(const GpuReduceScatter& call, cudaStream_t stream) {
   const StagedAt staged = stagedAt();
   const size_t width = sizeOf(call.dtype);
   std::byte* const own = staged.base[staged.rank];
@@ -225,7 +225,7 @@ void Communicator::State::direct(const GpuReduceScatter& call, cudaStream_t stre
   });
 }
 
-void Communicator::State::direct(const GpuAllGather& call, cudaStream_t stream) {
+void HostCommunicator::State::direct(const GpuAllGather& call, cudaStream_t stream) {
   const StagedAt staged = stagedAt();
   const size_t part = call.count * sizeOf(call.dtype);
   const auto gather = [&](Span piece) {
@@ -250,7 +250,7 @@ void Communicator::State::direct(const GpuAllGather& call, cudaStream_t stream) 
   });
 }
 
-void Communicator::State::direct(const GpuBroadcast& call, cudaStream_t stream) {
+void HostCommunicator::State::direct(const GpuBroadcast& call, cudaStream_t stream) {
   const StagedAt staged = stagedAt();
   const size_t all = call.count * sizeOf(call.dtype);
   std::byte* const roots = staged.base[call.root];
@@ -271,7 +271,8 @@ void Communicator::State::direct(const GpuBroadcast& call, cudaStream_t stream) 
 
 // ---- registered buffers
 
-std::string Communicator::registerBuffer(void* data, size_t bytes, std::shared_ptr<void> owner) {
+std::string HostCommunicator::registerBuffer(void* data, size_t bytes,
+                                             std::shared_ptr<void> owner) {
   State& s = *state_;
   const std::lock_guard lock(s.calls);
   const OnDevice here(s.device);
@@ -284,7 +285,7 @@ std::string Communicator::registerBuffer(void* data, size_t bytes, std::shared_p
   return "";
 }
 
-std::vector<std::shared_ptr<void>> Communicator::unregisterBuffers(const Unused& unused) {
+std::vector<std::shared_ptr<void>> HostCommunicator::unregisterBuffers(const Unused& unused) {
   State& s = *state_;
   const std::lock_guard lock(s.calls);
   std::map<uint64_t, uintptr_t> by_number;  // which is a buffer's name on all ranks

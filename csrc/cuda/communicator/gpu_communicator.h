@@ -6,7 +6,8 @@
 // outputs of failed operations are full of NaN, or 0 if they are integers, unless ranks disagreed
 // and had run them before that was found.  After an error make a new group.
 //
-// Communicator implements it for the ranks of one host, InterNodeCommunicator for several hosts.
+// HostCommunicator implements it for the ranks of one host, InterNodeCommunicator for several
+// hosts.
 #pragma once
 
 #include <cstddef>

@@ -91,7 +91,7 @@ void loadKernels(int ranks) {
 
 }  // namespace
 
-Communicator::State::State(std::shared_ptr<Group> of, int on, const CommunicatorOptions& wanted)
+HostCommunicator::State::State(std::shared_ptr<Group> of, int on, const CommunicatorOptions& wanted)
     : group(std::move(of)), device(on), options(wanted) {
   const OnDevice here(device);
   Introduction mine;
@@ -155,15 +155,15 @@ Communicator::State::State(std::shared_ptr<Group> of, int on, const Communicator
       std::make_unique<Watchdog>(*group, std::make_unique<HostRanks>(*group, std::move(states)));
 }
 
-std::shared_ptr<Communicator> Communicator::create(std::shared_ptr<Group> group, int device,
-                                                   const CommunicatorOptions& options) {
-  return std::shared_ptr<Communicator>(
-      new Communicator(std::make_unique<State>(std::move(group), device, options)));
+std::shared_ptr<HostCommunicator> HostCommunicator::create(std::shared_ptr<Group> group, int device,
+                                                           const CommunicatorOptions& options) {
+  return std::shared_ptr<HostCommunicator>(
+      new HostCommunicator(std::make_unique<State>(std::move(group), device, options)));
 }
 
-Communicator::Communicator(std::unique_ptr<State> state) : state_(std::move(state)) {}
+HostCommunicator::HostCommunicator(std::unique_ptr<State> state) : state_(std::move(state)) {}
 
-Communicator::~Communicator() {
+HostCommunicator::~HostCommunicator() {
   constexpr Nanos kPatience = 5 * kSecond;
   State& s = *state_;
   // In a forked child neither CUDA nor the watchdog's threads are there.
@@ -180,55 +180,55 @@ Communicator::~Communicator() {
   }
 }
 
-int Communicator::rank() const {
+int HostCommunicator::rank() const {
   return state_->group->rank();
 }
-int Communicator::size() const {
+int HostCommunicator::size() const {
   return state_->group->size();
 }
-const Tuning& Communicator::tuning() const {
+const Tuning& HostCommunicator::tuning() const {
   return state_->tuning;
 }
-const Device& Communicator::device() const {
+const Device& HostCommunicator::device() const {
   return state_->facts;
 }
-MemoryAccess Communicator::access() const {
+MemoryAccess HostCommunicator::access() const {
   return state_->memory->access();
 }
-bool Communicator::gainsByRegistering(DType dtype, size_t bytes) const {
+bool HostCommunicator::gainsByRegistering(DType dtype, size_t bytes) const {
   const State& s = *state_;
   const Choice wanted = s.options.algorithm;
   if (!kernelsRunAtOnce() || wanted == Choice::kDirect) return s.staging != nullptr;
   return s.setting.linked && s.isZeroCopy(dtype, ReduceOp::kAvg, bytes, wanted);
 }
-bool Communicator::kernelsRunAtOnce() const {
+bool HostCommunicator::kernelsRunAtOnce() const {
   return state_->setting.run_at_once;
 }
-size_t Communicator::bytes() const {
+size_t HostCommunicator::bytes() const {
   return state_->memory->bytes() + (state_->staging ? state_->staging->bytes() : 0) +
          state_->local->bytes();
 }
 
-std::shared_ptr<Local> Communicator::local() const {
+std::shared_ptr<Local> HostCommunicator::local() const {
   return {state_->local, state_->localOnDevice()};
 }
-void Communicator::check() {
+void HostCommunicator::check() {
   state_->watchdog->check();
 }
-bool Communicator::wait(Nanos longest) {
+bool HostCommunicator::wait(Nanos longest) {
   return state_->watchdog->wait(longest);
 }
-void Communicator::abort(const std::string& why) {
+void HostCommunicator::abort(const std::string& why) {
   state_->watchdog->abort(why);
 }
 
 // ---- choosing
 
-Choice Communicator::chosen(size_t count, DType dtype) const {
+Choice HostCommunicator::chosen(size_t count, DType dtype) const {
   return state_->choose(count * sizeOf(dtype), state_->options.algorithm);
 }
 
-Choice Communicator::State::choose(size_t bytes, Choice choice) const {
+Choice HostCommunicator::State::choose(size_t bytes, Choice choice) const {
   if (choice == Choice::kAuto)
     return setting.run_at_once ? choiceOf(chooseKernel(tuning, bytes)) : Choice::kDirect;
   if (choice == Choice::kDirect && !staging)
@@ -252,23 +252,24 @@ bool goesByLL(const Tuning& tuning, size_t bytes, Choice wanted) {
          (wanted == Choice::kLL && bytes <= kLLMost);
 }
 
-bool Communicator::State::isZeroCopy(DType dtype, ReduceOp op, size_t bytes, Choice wanted) const {
+bool HostCommunicator::State::isZeroCopy(DType dtype, ReduceOp op, size_t bytes,
+                                         Choice wanted) const {
   const bool by_size = wanted == Choice::kAuto && bytes >= tuning.zero_copy_least;
   return (by_size || wanted == Choice::kTwoShot) && fixedOf(dtype, op);
 }
 
-const FixedKernels* Communicator::State::fixedOf(DType dtype, ReduceOp op) const {
+const FixedKernels* HostCommunicator::State::fixedOf(DType dtype, ReduceOp op) const {
   const int place = fixedSizeOf(group->size());
   if (place < 0 || (op != ReduceOp::kSum && op != ReduceOp::kAvg)) return nullptr;
   const FixedKernels& fixed = kernelsOf(dtype).fixed[place];
   return fixed.one_shot ? &fixed : nullptr;
 }
 
-Choice Communicator::State::choose(const GpuAllReduce& call) const {
+Choice HostCommunicator::State::choose(const GpuAllReduce& call) const {
   return choose(call.count * sizeOf(call.dtype), call.algorithm.value_or(options.algorithm));
 }
 
-Arithmetic Communicator::State::arithmeticOf(DType dtype, ReduceOp op, double factor) const {
+Arithmetic HostCommunicator::State::arithmeticOf(DType dtype, ReduceOp op, double factor) const {
   return {.combine = combineOf(dtype, op),
           .divide = op == ReduceOp::kAvg,
           .scale = op == ReduceOp::kPremulSum,
@@ -331,7 +332,7 @@ void validate(const GpuAllReduce& call) {
     refuse(kKind, "input and output overlap without being the same memory");
 }
 
-void Communicator::State::validate(const GpuReduceScatter& call) const {
+void HostCommunicator::State::validate(const GpuReduceScatter& call) const {
   constexpr Kind kKind = Kind::kReduceScatter;
   requireReducible(kKind, call.dtype, call.op);
   if (call.count == 0) return;
@@ -340,7 +341,7 @@ void Communicator::State::validate(const GpuReduceScatter& call) const {
   requireOwnPlace(kKind, call.output, call.input, bytes, group->rank(), group->size());
 }
 
-void Communicator::State::validate(const GpuAllGather& call) const {
+void HostCommunicator::State::validate(const GpuAllGather& call) const {
   constexpr Kind kKind = Kind::kAllGather;
   if (call.count == 0) return;
   const size_t bytes =
@@ -348,7 +349,7 @@ void Communicator::State::validate(const GpuAllGather& call) const {
   requireOwnPlace(kKind, call.input, call.output, bytes, group->rank(), group->size());
 }
 
-void Communicator::State::validate(const GpuBroadcast& call) const {
+void HostCommunicator::State::validate(const GpuBroadcast& call) const {
   constexpr Kind kKind = Kind::kBroadcast;
   if (call.root < 0 || call.root >= group->size())
     refuse(kKind, "its root, rank " + std::to_string(call.root) + ", is none of the group's " +
@@ -358,7 +359,7 @@ void Communicator::State::validate(const GpuBroadcast& call) const {
 
 // ---- launching
 
-PartShape Communicator::State::shapeOf(const GpuAllReduce& call, Choice choice) const {
+PartShape HostCommunicator::State::shapeOf(const GpuAllReduce& call, Choice choice) const {
   const DeviceAlgorithm algorithm = kernelOf(choice);
   const size_t stored = sizeOf(call.dtype);
   const size_t value = isHalf(call.dtype) ? sizeof(float) : stored;
@@ -366,9 +367,9 @@ PartShape Communicator::State::shapeOf(const GpuAllReduce& call, Choice choice) 
   return {slice, channelsOf(tuning, algorithm, call.count, group->size(), slice)};
 }
 
-void Communicator::State::launchRank(const RankCall& call, const void* kernel, const void* fixed,
-                                     int channels, cudaStream_t stream,
-                                     const PeerTensors& tensors) const {
+void HostCommunicator::State::launchRank(const RankCall& call, const void* kernel,
+                                         const void* fixed, int channels, cudaStream_t stream,
+                                         const PeerTensors& tensors) const {
   if (fixed) {
     const FixedLaunch arguments{.comm = comm, .call = call, .tensors = tensors};
     return launch(fixed, channels, &arguments, false, stream);
@@ -377,8 +378,8 @@ void Communicator::State::launchRank(const RankCall& call, const void* kernel, c
   launch(kernel, channels, &arguments, false, stream);
 }
 
-RankCall Communicator::State::movingCall(const void* input, void* output, size_t count, DType dtype,
-                                         Nanos timeout, uint64_t number) const {
+RankCall HostCommunicator::State::movingCall(const void* input, void* output, size_t count,
+                                             DType dtype, Nanos timeout, uint64_t number) const {
   return {.comm = commOnDevice(),
           .input = input,
           .output = output,
@@ -395,7 +396,7 @@ RankCall Communicator::State::movingCall(const void* input, void* output, size_t
 }
 
 template <class Call>
-RankCall Communicator::State::rankCall(const Call& call, uint64_t number) const {
+RankCall HostCommunicator::State::rankCall(const Call& call, uint64_t number) const {
   RankCall of_rank =
       movingCall(call.input, call.output, call.count, call.dtype, call.timeout, number);
   of_rank.arithmetic = arithmeticOf(call.dtype, call.op, call.factor);
@@ -403,19 +404,19 @@ RankCall Communicator::State::rankCall(const Call& call, uint64_t number) const 
   return of_rank;
 }
 
-Communicator::State::Begun Communicator::State::begin(const Told& told) {
+HostCommunicator::State::Begun HostCommunicator::State::begin(const Told& told) {
   const Begun call{watchdog->announce(told.what), std::make_shared<CallEnd>(device)};
   watchdog->track(told.timeout, [end = call.end] { return end->isReached(); }, told.label);
   return call;
 }
 
-void Communicator::State::finish(CallEnd& end, cudaStream_t stream) {
+void HostCommunicator::State::finish(CallEnd& end, cudaStream_t stream) {
   std::shared_ptr<Event> event = order.leave(stream);
   if (!event) watchdog->stayAwake();
   end.set(std::move(event));
 }
 
-void Communicator::State::finishRest(CallEnd& end, cudaStream_t stream) {
+void HostCommunicator::State::finishRest(CallEnd& end, cudaStream_t stream) {
   try {
     finish(end, stream);
   } catch (const Error&) {  // do not wait for a GPU that has failed
@@ -423,13 +424,13 @@ void Communicator::State::finishRest(CallEnd& end, cudaStream_t stream) {
   }
 }
 
-void Communicator::State::giveUp(const Error& why, const Label& label) {
+void HostCommunicator::State::giveUp(const Error& why, const Label& label) {
   group->epoch()->arbiter->fail(Failure::kAborted, group->rank(),
                                 group->epoch()->peers().who(group->rank()) + " gave up: " +
                                     why.what() + (label ? " (" + label() + ")" : ""));
 }
 
-void Communicator::allReduce(const GpuAllReduce& call, CUstream_st* stream) {
+void HostCommunicator::allReduce(const GpuAllReduce& call, CUstream_st* stream) {
   State& s = *state_;
   validate(call);
   const std::lock_guard lock(s.calls);
@@ -471,8 +472,8 @@ void Communicator::allReduce(const GpuAllReduce& call, CUstream_st* stream) {
       });
 }
 
-void Communicator::allReduceTogether(std::span<Communicator* const> ranks,
-                                     std::span<const GpuAllReduce> calls, CUstream_st* stream) {
+void HostCommunicator::allReduceTogether(std::span<HostCommunicator* const> ranks,
+                                         std::span<const GpuAllReduce> calls, CUstream_st* stream) {
   if (ranks.empty() || ranks.size() != calls.size() ||
       ranks.size() > static_cast<size_t>(kMostRanksOfLaunch))
     throw Error(Failure::kArgument, "one launch takes one call for each of 1 to " +
@@ -511,7 +512,7 @@ void Communicator::allReduceTogether(std::span<Communicator* const> ranks,
       arguments.calls[i] = s.rankCall(calls[i], begun[i].number);
       arguments.calls[i].slice = shape.slice;
     }
-    for (Communicator* rank : ranks) rank->state_->order.follow(stream);
+    for (HostCommunicator* rank : ranks) rank->state_->order.follow(stream);
     if (calls[0].count > 0)
       launch(kernelsOf(calls[0].dtype).all_reduce[static_cast<size_t>(kernelOf(choice))],
              shape.channels * arguments.ranks, &arguments, true, stream);
@@ -526,15 +527,15 @@ void Communicator::allReduceTogether(std::span<Communicator* const> ranks,
 
 // ---- reduce_scatter, all_gather and broadcast
 
-bool Communicator::performs(Kind kind) const {
+bool HostCommunicator::performs(Kind kind) const {
   return kind == Kind::kAllReduce || kind == Kind::kReduceScatter || kind == Kind::kAllGather ||
          kind == Kind::kBroadcast;
 }
 
 // ---- putting them into streams
 
-void Communicator::State::push(RankCall call, const void* kernel, const void* fixed, size_t bytes,
-                               cudaStream_t stream) {
+void HostCommunicator::State::push(RankCall call, const void* kernel, const void* fixed,
+                                   size_t bytes, cudaStream_t stream) {
   const bool two_hops = call.root != kEverybody && call.scatter;
   const PartShape shape = partShapeOf(tuning, call.count, group->size(), bytes, two_hops);
   call.slice = shape.slice;
@@ -542,7 +543,8 @@ void Communicator::State::push(RankCall call, const void* kernel, const void* fi
 }
 
 template <class Call, class Alone, class Push>
-void Communicator::State::perform(const Call& call, cudaStream_t stream, Alone alone, Push push) {
+void HostCommunicator::State::perform(const Call& call, cudaStream_t stream, Alone alone,
+                                      Push push) {
   constexpr bool kDirectAlone = std::is_null_pointer_v<Alone>;
   validate(call);
   const std::lock_guard lock(calls);
@@ -557,7 +559,7 @@ void Communicator::State::perform(const Call& call, cudaStream_t stream, Alone a
   });
 }
 
-void Communicator::reduceScatter(const GpuReduceScatter& call, CUstream_st* stream) {
+void HostCommunicator::reduceScatter(const GpuReduceScatter& call, CUstream_st* stream) {
   State& s = *state_;
   const auto alone = [&] {
     s.stage(call, 0, static_cast<std::byte*>(call.output), call.count, stream);
@@ -572,7 +574,7 @@ void Communicator::reduceScatter(const GpuReduceScatter& call, CUstream_st* stre
   });
 }
 
-void Communicator::allGather(const GpuAllGather& call, CUstream_st* stream) {
+void HostCommunicator::allGather(const GpuAllGather& call, CUstream_st* stream) {
   State& s = *state_;
   s.perform(call, stream, nullptr, [&](uint64_t number) {
     const int unit = unitOf(sizeOf(call.dtype));
@@ -582,7 +584,7 @@ void Communicator::allGather(const GpuAllGather& call, CUstream_st* stream) {
   });
 }
 
-void Communicator::broadcast(const GpuBroadcast& call, CUstream_st* stream) {
+void HostCommunicator::broadcast(const GpuBroadcast& call, CUstream_st* stream) {
   State& s = *state_;
   const auto alone = [] {};
   s.perform(call, stream, alone, [&](uint64_t number) {

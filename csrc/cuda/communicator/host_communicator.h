@@ -1,6 +1,6 @@
 // Collectives between GPUs of one host, over a Group of the same ranks.
 //
-//     auto c = Communicator::create(group, device, options);      // collective
+//     auto c = HostCommunicator::create(group, device, options);      // collective
 //     c->allReduce({input, output, count, DType::kFloat32, ReduceOp::kSum}, stream);
 //     c->wait();                                                  // or c->check(), at any time
 //
@@ -36,14 +36,14 @@ struct CommunicatorOptions {
   static CommunicatorOptions fromEnvironment();  // throws Error(kArgument)
 };
 
-class Communicator final : public GpuCommunicator {
+class HostCommunicator final : public GpuCommunicator {
  public:
   // Collective.  Throws Error, the same on all ranks.
-  static std::shared_ptr<Communicator> create(std::shared_ptr<Group> group, int device,
-                                              const CommunicatorOptions& options);
-  ~Communicator() override;
-  Communicator(const Communicator&) = delete;
-  Communicator& operator=(const Communicator&) = delete;
+  static std::shared_ptr<HostCommunicator> create(std::shared_ptr<Group> group, int device,
+                                                  const CommunicatorOptions& options);
+  ~HostCommunicator() override;
+  HostCommunicator(const HostCommunicator&) = delete;
+  HostCommunicator& operator=(const HostCommunicator&) = delete;
 
   int rank() const;
   int size() const;
@@ -56,7 +56,7 @@ class Communicator final : public GpuCommunicator {
 
   // The same for all ranks of a group, in one process and on one device, as one cooperative grid:
   // calls[i] is of ranks[i].  Made with options.together.
-  static void allReduceTogether(std::span<Communicator* const> ranks,
+  static void allReduceTogether(std::span<HostCommunicator* const> ranks,
                                 std::span<const GpuAllReduce> calls, CUstream_st* stream);
 
   bool gainsByRegistering(DType dtype, size_t bytes) const override;
@@ -79,7 +79,7 @@ class Communicator final : public GpuCommunicator {
 
  private:
   struct State;
-  explicit Communicator(std::unique_ptr<State> state);
+  explicit HostCommunicator(std::unique_ptr<State> state);
   std::unique_ptr<State> state_;
 };
 

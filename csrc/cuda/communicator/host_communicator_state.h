@@ -26,7 +26,7 @@
 
 namespace ringreduce::cuda {
 
-struct Communicator::State {
+struct HostCommunicator::State {
   State(std::shared_ptr<Group> group, int device, const CommunicatorOptions& options);
 
   // --- calls
@@ -167,7 +167,7 @@ struct Communicator::State {
 };
 
 template <class Put>
-void Communicator::State::dispatch(const Told& told, cudaStream_t stream, Put&& put) {
+void HostCommunicator::State::dispatch(const Told& told, cudaStream_t stream, Put&& put) {
   const Range range(told.what.kind);
   const Begun call = begin(told);
   try {
@@ -181,8 +181,8 @@ void Communicator::State::dispatch(const Told& told, cudaStream_t stream, Put&& 
 }
 
 template <class Call>
-void Communicator::State::stage(const Call& call, size_t first, std::byte* to, size_t count,
-                                cudaStream_t stream) {
+void HostCommunicator::State::stage(const Call& call, size_t first, std::byte* to, size_t count,
+                                    cudaStream_t stream) {
   const size_t width = sizeOf(call.dtype);
   const CopyCall copy{.from = static_cast<const std::byte*>(call.input) + first * width,
                       .to = to,

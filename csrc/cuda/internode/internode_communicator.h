@@ -1,7 +1,7 @@
 // All-reduce between GPUs of several hosts: the communicator of a group that spans them.
 //
 //     auto group = Group::create(store, rank, world_size, options);   // over several hosts
-//     auto local = Communicator::create(group->local(), device, ...);
+//     auto local = HostCommunicator::create(group->local(), device, ...);
 //     auto all = InterNodeCommunicator::create(group, *group->epoch()->hosts, group->local(),
 //     local, device);
 //

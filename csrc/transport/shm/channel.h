@@ -1,6 +1,6 @@
-// A channel: a one-way pipe of records of any size from one rank to another, over shared memory.
+// A channel: a one-way pipe of parts of any size from one rank to another, over shared memory.
 //
-// It is a ring of bytes in the receiver's segment.  The sender writes records in sequence, none
+// It is a ring of bytes in the receiver's segment.  The sender writes parts in sequence, none
 // across the end of the ring, and publishes how many bytes it has written; the receiver publishes
 // how many it has read.  Both counters only grow, have one writer each, and lie in the memory of
 // the rank that polls them.  Nothing here waits.
@@ -23,13 +23,13 @@ struct Box {
   Flag consumed;  // bytes of this rank's eager payloads that have reached their receivers
 };
 
-// The head of a record; its payload follows.
-struct Record {
+// The head of a part; its payload follows.
+struct MessagePart {
   enum class Type : uint8_t { kSkip, kEager, kRequest, kGrant, kFragment };
 
   uint64_t id = 0;     // of the message; the sender counts
   uint64_t count = 0;  // kEager, kRequest: the message's elements
-  // kEager, kRequest, kGrant: when the sender of this record called, by the group's clock, and why
+  // kEager, kRequest, kGrant: when the sender of this part called, by the group's clock, and why
   // not sooner; 0: not known.
   Nanos posted = 0;
   Inherited why = {};
@@ -38,13 +38,13 @@ struct Record {
   Type type = Type::kSkip;
   DType dtype = DType::kUInt8;
 };
-static_assert(sizeof(Record) == 48);
+static_assert(sizeof(MessagePart) == 48);
 
 inline constexpr size_t kRingBytes = 256 << 10;  // the kernel commits pages at the first write
-inline constexpr size_t kRecordAlign = 64;
+inline constexpr size_t kPartAlign = 64;
 
-constexpr size_t recordBytes(size_t payload) {
-  return roundUp(sizeof(Record) + payload, kRecordAlign);
+constexpr size_t partBytes(size_t payload) {
+  return roundUp(sizeof(MessagePart) + payload, kPartAlign);
 }
 
 template <class Rules = HostRules>
@@ -54,27 +54,29 @@ class BasicChannelWriter {
   BasicChannelWriter(std::byte* ring, Flag& filled, Flag& emptied)
       : ring_(ring), filled_(filled), emptied_(emptied) {}
 
-  // The place for the payload of the next record; null if there is no room now.
+  // The place for the payload of the next part; null if there is no room now.
   std::byte* reserve(size_t payload) {
-    const size_t wanted = recordBytes(payload), left = kRingBytes - written_ % kRingBytes;
+    const size_t wanted = partBytes(payload), left = kRingBytes - written_ % kRingBytes;
     const bool wraps = wanted > left;
     if (!hasRoom(wraps ? left + wanted : wanted)) return nullptr;
     if (wraps) {
-      *head() = {.payload = static_cast<uint32_t>(left - sizeof(Record))};
+      *head() = {.payload = static_cast<uint32_t>(left - sizeof(MessagePart))};
       written_ += left;
     }
     return reinterpret_cast<std::byte*>(head() + 1);
   }
 
-  // Sends the record whose payload was just reserved and filled.
-  void commit(const Record& record) {
-    *head() = record;
-    written_ += recordBytes(record.payload);
+  // Sends the part whose payload was just reserved and filled.
+  void commit(const MessagePart& part) {
+    *head() = part;
+    written_ += partBytes(part.payload);
     filled_.publish<Rules>(written_);
   }
 
  private:
-  Record* head() const { return reinterpret_cast<Record*>(ring_ + written_ % kRingBytes); }
+  MessagePart* head() const {
+    return reinterpret_cast<MessagePart*>(ring_ + written_ % kRingBytes);
+  }
 
   bool hasRoom(size_t bytes) {
     const uint64_t size = kRingBytes + Rules::kEarlyReuse * kRingBytes / 2;
@@ -96,19 +98,19 @@ class BasicChannelReader {
   BasicChannelReader(const std::byte* ring, Flag& filled, Flag& emptied)
       : ring_(ring), filled_(filled), emptied_(emptied) {}
 
-  // The oldest record, or null.  Its payload follows it.
-  const Record* front() {
+  // The oldest part, or null.  Its payload follows it.
+  const MessagePart* front() {
     for (;;) {
       if (read_ == written_ && read_ == (written_ = filled_.observe<Rules>())) return nullptr;
-      const auto* record = reinterpret_cast<const Record*>(ring_ + read_ % kRingBytes);
-      if (record->type != Record::Type::kSkip) return record;
-      read_ += recordBytes(record->payload);
+      const auto* part = reinterpret_cast<const MessagePart*>(ring_ + read_ % kRingBytes);
+      if (part->type != MessagePart::Type::kSkip) return part;
+      read_ += partBytes(part->payload);
     }
   }
 
-  // Removes the oldest record, which has this payload.
+  // Removes the oldest part, which has this payload.
   void pop(size_t payload) {
-    read_ += recordBytes(payload);
+    read_ += partBytes(payload);
     emptied_.publish<Rules>(read_);
   }
 
@@ -122,6 +124,6 @@ class BasicChannelReader {
 using ChannelWriter = BasicChannelWriter<>;
 using ChannelReader = BasicChannelReader<>;
 
-static_assert(kRingBytes % kRecordAlign == 0 && sizeof(Record) <= kRecordAlign);
+static_assert(kRingBytes % kPartAlign == 0 && sizeof(MessagePart) <= kPartAlign);
 
 }  // namespace ringreduce

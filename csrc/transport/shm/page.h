@@ -72,10 +72,10 @@ struct RankPage {
   uint32_t pulses;
 
   // Why the group has failed, or 0: written once, by the first rank that found a cause.  Only the
-  // page of the host's first rank counts.  `record` is the text of a failure that this page's owner
-  // reported.
+  // page of the host's first rank counts.  `failure_text` is the text of a failure that this page's
+  // owner reported.
   alignas(kLine) uint64_t failure;
-  alignas(kLine) char record[2048];
+  alignas(kLine) char failure_text[2048];
 };
 
 // ---- a rank that is left out

@@ -34,7 +34,7 @@ struct Member {
   ProcessFds process;
 };
 
-struct Membership {
+struct HostMemory {
   SharedOptions options;
   std::vector<Member> members;  // by rank
 };
@@ -47,11 +47,11 @@ struct Layout {
 };
 
 // A rank's segment, and the page at its start.
-inline std::byte* memoryOf(const Membership& membership, int rank) {
-  return membership.members[static_cast<size_t>(rank)].segment->data();
+inline std::byte* memoryOf(const HostMemory& host_memory, int rank) {
+  return host_memory.members[static_cast<size_t>(rank)].segment->data();
 }
-inline RankPage& pageOf(const Membership& membership, int rank) {
-  return *reinterpret_cast<RankPage*>(memoryOf(membership, rank));
+inline RankPage& pageOf(const HostMemory& host_memory, int rank) {
+  return *reinterpret_cast<RankPage*>(memoryOf(host_memory, rank));
 }
 
 // Why making a group failed, as all ranks report it.
@@ -80,20 +80,20 @@ struct LocalRanks {
   std::string socket, secret;  // the leader's
   SharedOptions shared;
   GroupOptions options;  // how messages name the ranks
-  Fields record = {};    // sent when this rank connects
+  Fields entry = {};     // sent when this rank connects
 };
 
 // The lowest rank.
 class HostLeader {
  public:
-  // Called for each rank that connects, with its record; throws if it does not belong here.
-  using Check = std::function<void(int rank, const Fields& record)>;
+  // Called for each rank that connects, with its entry; throws if it does not belong here.
+  using Check = std::function<void(int rank, const Fields& entry)>;
   // Listens from now on.
   explicit HostLeader(LocalRanks ranks, Check check = nullptr);
   // Called while the leader waits for the ranks that did not do `what` yet.
   using Poll = std::function<void(const std::vector<int>& missing, const char* what)>;
   // `all_there` is called once, when all ranks have connected.  After an exception call `fail`.
-  Membership run(const Poll& poll, const std::function<void()>& all_there);
+  HostMemory run(const Poll& poll, const std::function<void()>& all_there);
   // Tells the ranks that have connected that the rendezvous goes on without this exchange.
   void sendAway();
   void fail(const Reason& reason);
@@ -119,7 +119,7 @@ class HostLeader {
   const LocalRanks ranks_;
   const Check check_;
   const AttemptClock clock_{ranks_.options, 0};  // for its pauses: `poll` ends the waits
-  Membership table_;
+  HostMemory table_;
   Fd listener_;
   std::vector<Caller> callers_;
   std::vector<bool> joined_;  // by rank
@@ -135,12 +135,12 @@ void checkUser(const Fd& socket, const LocalRanks& ranks);
 // Any other rank.  `socket` is connected to the leader.  `poll` is called now and then and may
 // throw; `all_there` once, when all ranks have connected.  Returns none if the leader sent this
 // rank away.  Throws LeaderClosed, or Error.
-std::optional<Membership> joinLeader(Fd socket, const LocalRanks& ranks,
+std::optional<HostMemory> joinLeader(Fd socket, const LocalRanks& ranks,
                                      const std::function<void()>& poll,
                                      const std::function<void()>& all_there);
 
 // The whole exchange, for ranks that know that they share a host.  Collective on the host.  `poll`
 // is called now and then with a rank that is waited for; it throws at the deadline.
-Membership shareMemory(const LocalRanks& ranks, const std::function<void(int late)>& poll);
+HostMemory shareMemory(const LocalRanks& ranks, const std::function<void(int late)>& poll);
 
 }  // namespace ringreduce

@@ -1,5 +1,5 @@
 // The two sides of the exchange.
-#include "bootstrap/membership.h"
+#include "bootstrap/host_memory.h"
 
 #include <unistd.h>
 
@@ -144,7 +144,7 @@ HostLeader::HostLeader(LocalRanks ranks, Check check)
   if (ranks_.size > 1) listener_ = listenAt(ranks_.socket, ranks_.size + 16);
 }
 
-Membership HostLeader::run(const Poll& poll, const std::function<void()>& all_there) {
+HostMemory HostLeader::run(const Poll& poll, const std::function<void()>& all_there) {
   Member& self = table_.members[0];  // made while the other ranks come
   self.pid = static_cast<int>(getpid());
   self.host = hostName();
@@ -312,7 +312,7 @@ class HostMember {
     table_.members.resize(static_cast<size_t>(ranks.size));
   }
 
-  std::optional<Membership> run(const std::function<void()>& all_there) {
+  std::optional<HostMemory> run(const std::function<void()>& all_there) {
     try {
       sendHello();
       for (int first = 0; first < ranks_.size; first += kMembersPerPacket) {
@@ -352,7 +352,7 @@ class HostMember {
   void sendHello() {
     Member& self = table_.members[static_cast<size_t>(ranks_.rank)];
     self.segment = Segment::create(Layout(ranks_.shared, ranks_.size).bytes);
-    Fields hello = ranks_.record;
+    Fields hello = ranks_.entry;
     hello["say"] = "hello";
     hello["secret"] = ranks_.secret;
     hello["rank"] = std::to_string(ranks_.rank);
@@ -413,7 +413,7 @@ class HostMember {
   const Fd socket_;
   const LocalRanks& ranks_;
   const std::function<void()>& poll_;
-  Membership table_;
+  HostMemory table_;
   bool told_ = false;  // the error is the leader's
 };
 
@@ -428,7 +428,7 @@ void checkUser(const Fd& socket, const LocalRanks& ranks) {
                                      "; all ranks must run as the same user");
 }
 
-std::optional<Membership> joinLeader(Fd socket, const LocalRanks& ranks,
+std::optional<HostMemory> joinLeader(Fd socket, const LocalRanks& ranks,
                                      const std::function<void()>& poll,
                                      const std::function<void()>& all_there) {
   return HostMember(std::move(socket), ranks, poll).run(all_there);
@@ -436,7 +436,7 @@ std::optional<Membership> joinLeader(Fd socket, const LocalRanks& ranks,
 
 // ---- both, between ranks that know that they share a host
 
-Membership shareMemory(const LocalRanks& ranks, const std::function<void(int late)>& poll) {
+HostMemory shareMemory(const LocalRanks& ranks, const std::function<void(int late)>& poll) {
   const GroupOptions& options = ranks.options;
   if (ranks.rank == 0) {
     HostLeader leader(ranks);
@@ -455,8 +455,8 @@ Membership shareMemory(const LocalRanks& ranks, const std::function<void(int lat
       Fd socket = connectTo(ranks.socket);
       if (!socket) continue;  // the leader does not listen yet
       checkUser(socket, ranks);
-      if (auto membership = joinLeader(std::move(socket), ranks, wait, [] {}))
-        return std::move(*membership);
+      if (auto host_memory = joinLeader(std::move(socket), ranks, wait, [] {}))
+        return std::move(*host_memory);
     }
   } catch (const LeaderClosed&) {
     throw Error(Failure::kPeerLost, leaderName(ranks) + " ended while group '" + options.name +

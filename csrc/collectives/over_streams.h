@@ -63,12 +63,12 @@ class Scratch {
   size_t current_ = 0;  // the first that may have room
 };
 
-// The counterpart of Communicator (shared_memory.h).  Helpers that only move bytes take its
+// The counterpart of OverMemory (shared_memory.h).  Helpers that only move bytes take its
 // Transport.
-class StreamCommunicator {
+class OverStreams {
  public:
   // Both must outlive it.  `guard` is the transport's.
-  StreamCommunicator(Transport& over, WaitGuard& guard, StreamOptions how)
+  OverStreams(Transport& over, WaitGuard& guard, StreamOptions how)
       : rank(over.rank()),
         size(over.size()),
         transport(over),
