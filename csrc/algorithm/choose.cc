@@ -55,7 +55,7 @@ struct Case {
     return s.hops * cost.hop + s.messages * cost.message +
            s.bytes * cost.byte * (s.to_all ? crowding() : 1) + s.memory * cost.memory;
   }
-  // How many flows share a host's wire where all ranks send to all ranks of other hosts.
+  // How many flows share a host's line where all ranks send to all ranks of other hosts.
   double shared(const Steps& s) const { return s.to_all ? p * (P - p) / (P - 1) : 1; }
 
   const double P, p, H, S, partial, coded;

@@ -1,7 +1,9 @@
 // Chooses the algorithm of every call of the CPU, and holds the cost model behind the choice:
 // `choose` is the one place that decides.  Its table (choose.cc) has a row for each kind of call
-// and algorithm.  Collectives run what it says, `--explain` prints it, the planner asks it.  For
-// GPUs cuda/kernels/gpu_tuning.h chooses.
+// and algorithm.  Collectives run what it says, `--explain` prints it, the planner asks it.  Before
+// it, and for all sizes alike: tensors that all ranks have in shared blocks are used in place
+// (`inPlace`, collectives/collectives.h), and a compressed all-reduce goes by the hierarchy where
+// there is one (`Hierarchy::takes`).  For GPUs cuda/kernels/gpu_tuning.h chooses.
 //
 // Inside a host every byte goes through the caches, so cost is counted in passes over the message:
 // bytes that one rank reads and writes, for a message of S bytes and P ranks.
@@ -27,7 +29,7 @@
 // Where H hosts hold p ranks each:
 //
 //   hierarchical   each host adds through shared memory, then rings between the hosts add: 2 (H-1)
-//                  hops, and 2 (H-1)/H S bytes on a host's wire
+//                  hops, and 2 (H-1)/H S bytes on a host's line
 //
 // Of compressed values:
 //
@@ -97,12 +99,12 @@ struct WireCost {
 
   double hop = 30e-6;      // from a rank's send to the other's receive
   double message = 8e-6;   // a rank's own time for each message that it sends or gets
-  double byte = 1e-9;      // on the wire
+  double byte = 1e-9;      // on the line
   double memory = 0.2e-9;  // to add a byte, or copy it
   double crowd = 0.01;     // extra cost of a byte for each further flow that meets at a rank
-  int ranks_on_host = 1;   // the most ranks that share a host's wire
+  int ranks_on_host = 1;   // the most ranks that share a host's line
 
-  // The wire alone.
+  // The line alone.
   constexpr double roundTrip() const { return 2 * (hop - kSystem); }
 };
 
@@ -156,7 +158,7 @@ struct Candidate {
   double seconds = 0;
   double hops = 0;      // one after the other
   double messages = 0;  // that a rank sends
-  double bytes = 0;     // that a host's wire carries each way
+  double bytes = 0;     // that a host's line carries each way
 };
 
 struct AlgorithmChoice {

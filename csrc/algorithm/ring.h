@@ -17,7 +17,8 @@
 // slots a link, some rank can always proceed.
 //
 // `Primitives` moves and adds data: for a CPU thread in shared memory (collectives/reduction.h),
-// over streams (collectives/stream_algorithms.h), and for a thread block of a GPU
+// over streams (collectives/stream_algorithms.h), of coded messages
+// (collectives/compressed_all_reduce.cc), and for a thread block of a GPU
 // (cuda/kernels/ring_kernel.h).
 #pragma once
 

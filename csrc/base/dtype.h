@@ -71,6 +71,8 @@ inline constexpr std::array kDTypes{
     DTypeInfo{"complex32", 4},
 };
 
+static_assert(kDTypes.size() == static_cast<size_t>(DType::kComplex32) + 1);  // the last one
+
 inline constexpr std::array<const char*, kReduceOps> kReduceOpNames{
     "SUM", "AVG", "MIN", "MAX", "PRODUCT", "BAND", "BOR", "BXOR", "PREMUL_SUM"};
 

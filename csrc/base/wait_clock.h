@@ -1,5 +1,20 @@
 // The clock of one wait: how long it has lasted, when it is over, and when the log says that it
 // goes on.
+//
+// How long a wait may last, and who throws Timeout:
+//
+//   an operation         its own timeout, else the group's (Group::execute); Arbiter::poll
+//   a message            the same; Messenger::timedOut
+//   making a group       GroupOptions::timeout; Meeting::stepClock (bootstrap/rendezvous.cc),
+//                        JoinGuard::giveUp (bootstrap/host_links.cc)
+//   descriptors          that of the group's making; group/exchange_fds.cc
+//   a plan after a loss  the group's and limits::kTimeToGoOn; Recovery::agree
+//   (survival/recovery.cc) streams of GPUs      those of the operations;
+//   cuda/communicator/watchdog.cc, between hosts
+//                        cuda/internode/nccl_ring.cc
+//   Work.wait(timeout)   what the caller gave; torch/work.cc, and the operation goes on
+//
+// What one rank grants another beyond these is in base/limits.h.
 #pragma once
 
 #include <algorithm>

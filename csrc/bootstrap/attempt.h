@@ -65,7 +65,7 @@ class AttemptClock {
   Nanos waited() const { return wait_.waited(); }
   // How long this process was stopped meanwhile, which does not count.
   Nanos stopped() const { return monotonicNow() - began_ - waited(); }
-  // Asked by Meeting::stepClock (rendezvous.cc) and JoinGuard::poll (host_links.cc), which throw.
+  // Asked by Meeting::stepClock (rendezvous.cc) and JoinGuard::giveUp (host_links.cc), which throw.
   bool over(Nanos grace = 0) const { return wait_.isOver(now() - grace); }
 
   // Called in every iteration of a waiting loop: lets Ctrl-C and the attempt end it, and logs a

@@ -1,5 +1,5 @@
 // Messages and file descriptors between processes of one host, over abstract Unix sockets; and the
-// format of these messages and of the records in the store: lines of key=value.
+// format of these messages and of the entries in the store: lines of key=value.
 //
 // An abstract socket has no file, so nothing is left behind.  Any process of the machine may
 // connect to it, so both ends ask the kernel for their peer (peerOf) before they read a byte.

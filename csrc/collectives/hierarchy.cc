@@ -18,9 +18,9 @@ namespace ringreduce {
 //
 // Operations have their own numbers here, without gaps, because not all of the group's run here.
 // The pages hold the signatures that the whole group announces.
-class Hierarchy::Neighbours final : public RingPositionGuard {
+class Hierarchy::Inside final : public RingPositionGuard {
  public:
-  Neighbours(const Hosts& hosts, const HostMemory& host_memory, Arbiter& arbiter)
+  Inside(const Hosts& hosts, const HostMemory& host_memory, Arbiter& arbiter)
       : RingPositionGuard(arbiter, hosts.localRanks()),
         me_(hosts.localRankOf(hosts.rank())),
         host_memory_(host_memory),
@@ -81,17 +81,17 @@ bool Hierarchy::fits(const Hosts& hosts, const SharedOptions& options) {
 }
 
 std::unique_ptr<Hierarchy> Hierarchy::create(const Hosts& hosts, const SharedOptions& options,
-                                             const HostRing& ring, const HostMemory& neighbours,
+                                             const HostRing& ring, const HostMemory& local_memory,
                                              Arbiter& arbiter) {
   if (!fits(hosts, options)) return nullptr;
-  return std::unique_ptr<Hierarchy>(new Hierarchy(hosts, ring, neighbours, arbiter));
+  return std::unique_ptr<Hierarchy>(new Hierarchy(hosts, ring, local_memory, arbiter));
 }
 
-Hierarchy::Hierarchy(const Hosts& hosts, const HostRing& ring, const HostMemory& neighbours,
+Hierarchy::Hierarchy(const Hosts& hosts, const HostRing& ring, const HostMemory& local_memory,
                      Arbiter& arbiter)
     : hosts_(hosts),
       arbiter_(arbiter),
-      neighbours_(std::make_unique<Neighbours>(hosts, neighbours, arbiter)) {
+      inside_(std::make_unique<Inside>(hosts, local_memory, arbiter)) {
   const auto place = static_cast<size_t>(hosts.localRankOf(hosts.rank()));
   const std::vector<int> places = positionsOf(ring.ranks);
   for (const int host : ring.hosts) {
@@ -103,11 +103,11 @@ Hierarchy::Hierarchy(const Hosts& hosts, const HostRing& ring, const HostMemory&
 Hierarchy::~Hierarchy() = default;
 
 void Hierarchy::setPatience(Patience patience) {
-  neighbours_->memory().setPatience(patience);
+  inside_->memory().setPatience(patience);
 }
 
 size_t Hierarchy::stagingBytes() const {
-  return neighbours_->memory().bytes();
+  return inside_->memory().bytes();
 }
 
 bool Hierarchy::takes(const OverStreams& c, const AllReduce& a) const {
@@ -148,7 +148,7 @@ void Hierarchy::allReduce(OverStreams& c, const AllReduce& a) {
   std::byte* const sums = partial == a.dtype ? mine : c.scratch(count * sizeOf(partial));
   inside.output = sums;
 
-  OverMemory& host = neighbours_->begin();
+  OverMemory& host = inside_->begin();
   reduceScatterSums(host, inside);
   allReduceSums(c, {.sums = sums,
                     .output = mine,
@@ -176,7 +176,7 @@ void Hierarchy::compressedAllReduce(OverStreams& c, const CompressedAllReduce& a
     std::fill(a.error + part.end(), a.error + a.count, 0.0F);
   }
 
-  OverMemory& host = neighbours_->begin();
+  OverMemory& host = inside_->begin();
   reduceScatterSums(host, inside);
   CompressedAllReduce between = a;
   between.input = between.output = a.output + part.begin;

@@ -4,7 +4,7 @@
 //     reduce-scatter   part l of the message, of as many parts as a host has ranks, is added up at
 //                      the rank of place l of each host
 //     ring             the ranks of place l of all hosts add up that part's sums, each host by all
-//                      of its ranks at once, and a host's wire carries no addend twice
+//                      of its ranks at once, and a host's line carries no addend twice
 //     all-gather       the parts go to the host's other ranks
 //
 // Order of addition.  Parts are cut as chunks are (algorithm/cut.h), for p ranks; in a host part l
@@ -42,10 +42,10 @@ class Hierarchy {
   // memory.
   static bool fits(const Hosts& hosts, const SharedOptions& options);
   // Null where it does not fit.  The rings between hosts, and the transport's ranks, are in the
-  // order of `ring`.  `neighbours` comes from shareMemory.  These, the hosts and the arbiter must
+  // order of `ring`.  `local_memory` comes from shareMemory.  These, the hosts and the arbiter must
   // live as long.
   static std::unique_ptr<Hierarchy> create(const Hosts& hosts, const SharedOptions& options,
-                                           const HostRing& ring, const HostMemory& neighbours,
+                                           const HostRing& ring, const HostMemory& local_memory,
                                            Arbiter& arbiter);
   ~Hierarchy();
 
@@ -59,8 +59,8 @@ class Hierarchy {
   size_t stagingBytes() const;
 
  private:
-  class Neighbours;
-  Hierarchy(const Hosts& hosts, const HostRing& ring, const HostMemory& neighbours,
+  class Inside;
+  Hierarchy(const Hosts& hosts, const HostRing& ring, const HostMemory& local_memory,
             Arbiter& arbiter);
 
   // The two calls inside the host, over its output memory, and this rank's part of the message.
@@ -73,7 +73,7 @@ class Hierarchy {
 
   const Hosts& hosts_;
   Arbiter& arbiter_;
-  std::unique_ptr<Neighbours> neighbours_;
+  std::unique_ptr<Inside> inside_;
   std::vector<int> ring_;  // the transport's ranks of this place, host by host
 };
 

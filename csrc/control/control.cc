@@ -47,7 +47,7 @@ class ControlNode : public std::enable_shared_from_this<ControlNode> {
   bool isOver() const { return over_; }
   void stopConnecting() { connector_.stop(); }
   void add(int peer, Socket socket, bool proven, bool dialled);
-  void broadcastError(const GroupFailure& failure);
+  void broadcastFailure(const GroupFailure& failure);
   void depart(Declared how);
   void askForProgress(uint64_t since);
   bool isFlushed();
@@ -360,7 +360,7 @@ void ControlNode::take(const Link& link, const ControlFrame& frame) {
     state_.failure = *failure;
     if (hasFailed()) reactor_->cancel(std::exchange(settling_, 0));  // it names the culprit
     forward({Outbox::Kind::kFailure, 0}, from);
-    if (state_.departure(me_) != Declared::kGone) listener_.onRemoteError(*failure);
+    if (state_.departure(me_) != Declared::kGone) listener_.onRemoteFailure(*failure);
     closeGaps();
   } else if (const auto* broken = std::get_if<Broken>(&frame)) {
     onBroken(*broken, from);
@@ -466,7 +466,7 @@ void ControlNode::forward(Outbox::Item item, const Connection* from) {
 
 // ---- news of this rank
 
-void ControlNode::broadcastError(const GroupFailure& failure) {
+void ControlNode::broadcastFailure(const GroupFailure& failure) {
   if (state_.failure) return;
   state_.failure = failure;
   if (hasFailed()) reactor_->cancel(std::exchange(settling_, 0));
@@ -596,8 +596,8 @@ void Control::accept(int from, Socket socket) {
   });
 }
 
-void Control::broadcastError(const GroupFailure& failure) {
-  soon([failure](ControlNode& node) { node.broadcastError(failure); });
+void Control::broadcastFailure(const GroupFailure& failure) {
+  soon([failure](ControlNode& node) { node.broadcastFailure(failure); });
 }
 
 void Control::depart(Declared how) {

@@ -58,7 +58,7 @@ class Control {
     virtual void onPeersLost(const std::vector<int>& ranks, Observed observed,
                              const std::string& how) = 0;
     virtual void onDeparture(int rank, Declared how) = 0;
-    virtual void onRemoteError(const GroupFailure& failure) = 0;
+    virtual void onRemoteFailure(const GroupFailure& failure) = 0;
     virtual void onProgress(int rank, const Progress& progress) = 0;
     // The progress of this rank, for another rank that asked.  If `since` is not kNoOperation, the
     // answer includes all operations announced from that one on.
@@ -92,7 +92,7 @@ class Control {
 
   // From any thread.  These do not wait for the network.
   // Up to kMostText bytes of its text travel (control_frames.h).
-  void broadcastError(const GroupFailure& failure);
+  void broadcastFailure(const GroupFailure& failure);
   void depart(Declared how);
   // Asks all ranks for their progress and sends that of this rank.  `onProgress` is called for each
   // answer, also when another rank asked.  At most one question per `heartbeat` is sent, and none

@@ -47,7 +47,7 @@ std::shared_ptr<Epoch> Epoch::create(Store& users_store, int group_rank, int gro
   if (!met.hosts) return std::make_shared<Epoch>(rank, std::move(met.host_memory), made, executor);
 
   const Hosts& hosts = *met.hosts;
-  HostMemory local_members;
+  HostMemory local_memory;
   const auto makeLocal = [&](const HostLinks::LocalPoll& poll) {
     const auto share = [&](const char* purpose) {
       return shareMemory(hosts.memoryExchange(purpose, HostLinks::localOptions(hosts), options),
@@ -58,7 +58,7 @@ std::shared_ptr<Epoch> Epoch::create(Store& users_store, int group_rank, int gro
       local_options.together = true;
       make_local(hosts.localRankOf(rank), share("group"), local_options);
     }
-    if (Hierarchy::fits(hosts, links->sharedOptions())) local_members = share("hierarchy");
+    if (Hierarchy::fits(hosts, links->sharedOptions())) local_memory = share("hierarchy");
   };
   try {
     links->join(hosts, store, makeLocal);
@@ -75,7 +75,7 @@ std::shared_ptr<Epoch> Epoch::create(Store& users_store, int group_rank, int gro
   if (rank == 0) removeTable(store);
   auto network = std::make_unique<Network>(std::move(links));
   return std::shared_ptr<Epoch>(new Epoch(rank, std::move(network), std::move(*met.hosts),
-                                          std::move(local_members), made, executor));
+                                          std::move(local_memory), made, executor));
 }
 
 Epoch::Epoch(int rank, HostMemory host_memory, const GroupOptions& options, Executor& executor)
@@ -94,7 +94,7 @@ Epoch::Epoch(int rank, HostMemory host_memory, const GroupOptions& options, Exec
       messenger(std::make_unique<Messenger>(rank, messageRings(host_memory_, rank), *arbiter,
                                             executor, this->options, users_patience_)) {}
 
-Epoch::Epoch(int rank, std::unique_ptr<Network> made, Hosts among, HostMemory local_members,
+Epoch::Epoch(int rank, std::unique_ptr<Network> made, Hosts among, HostMemory local_memory,
              const GroupOptions& options, Executor& executor)
     : rank(rank),
       size(among.size()),
@@ -103,7 +103,7 @@ Epoch::Epoch(int rank, std::unique_ptr<Network> made, Hosts among, HostMemory lo
       users_patience_(patienceOf(/*in_users_thread=*/true, among.localRanks().size())),
       workers_patience_(patienceOf(/*in_users_thread=*/false, among.localRanks().size())),
       shared(made->sharedOptions()),
-      host_memory_(std::move(local_members)),
+      host_memory_(std::move(local_memory)),
       hosts(std::make_unique<Hosts>(std::move(among))),
       network(std::move(made)),
       arbiter(std::make_unique<Arbiter>(

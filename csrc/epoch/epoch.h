@@ -76,7 +76,7 @@ class Epoch {
  private:
   void note(Recording* recording) const;
 
-  Epoch(int rank, std::unique_ptr<Network> network, Hosts hosts, HostMemory local_members,
+  Epoch(int rank, std::unique_ptr<Network> network, Hosts hosts, HostMemory local_memory,
         const GroupOptions& options, Executor& executor);
 
   struct Closes {

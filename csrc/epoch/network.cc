@@ -189,9 +189,9 @@ void Network::leave() {
 
 // ---- PeerChannel
 
-void Network::broadcastError(const GroupFailure& failure) {
+void Network::broadcastFailure(const GroupFailure& failure) {
   const std::lock_guard lock(calls_mutex_);
-  if (control_) control_->broadcastError(failure);
+  if (control_) control_->broadcastFailure(failure);
 }
 
 void Network::depart(Declared how) {

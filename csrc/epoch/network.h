@@ -61,7 +61,7 @@ class Network final : public PeerChannel, private net::MessageForwarder::Listene
   void close();
 
   // ---- PeerChannel
-  void broadcastError(const GroupFailure& failure) override;
+  void broadcastFailure(const GroupFailure& failure) override;
   void depart(Declared how) override;
   void askForProgress(uint64_t since) override;
   void wakePeer(int rank) override;

@@ -1,5 +1,6 @@
 // Checks a call, announces it, and runs its collective.  All by the members that a call has
-// (collectives/collectives.h), so a new collective changes nothing here.
+// (collectives/collectives.h), so a new collective changes
+// nothing here but `Repeats`, if it can run again after a loss between hosts.
 #include "epoch/operation.h"
 
 #include <algorithm>
@@ -169,7 +170,7 @@ std::optional<Codec> codecOf(const Operation& operation) {
   return compressed ? std::optional(compressed->coding.codec) : std::nullopt;
 }
 
-Operation inPlaces(const Operation& operation, const std::vector<int>& ranks) {
+Operation byPositions(const Operation& operation, const std::vector<int>& ranks) {
   Operation placed{.call = operation.call, .timeout = operation.timeout};
   std::visit(
       [&]<class Call>(Call& call) {

@@ -44,7 +44,7 @@ std::optional<Codec> codecOf(const Operation& operation);
 
 // The same call over a transport that numbers the ranks by their positions in a ring
 // (transport/wait_guard.h). `operation` owns the buffers, so it must live as long as the result.
-Operation inPlaces(const Operation& operation, const std::vector<int>& ranks);
+Operation byPositions(const Operation& operation, const std::vector<int>& ranks);
 
 // The same call, without its `after`, in an epoch of some of the caller's ranks.  For a call that
 // needs another rank, throws what `lacks` returns.

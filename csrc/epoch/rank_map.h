@@ -4,7 +4,7 @@
 // epoch, with its arbiter, wires and messages, numbers only the ranks that it includes: their
 // positions, 0 to P-1, in the order of their ranks.  Both are `int`; which one a function takes
 // follows from its class.  Within an epoch, rings number the ranks once more, in their own order
-// (collectives/over_streams.h), as does each host its own ones (bootstrap/topology.h).
+// (transport/wait_guard.h), as does each host its own ones (bootstrap/topology.h).
 #pragma once
 
 #include <algorithm>

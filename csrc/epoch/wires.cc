@@ -71,6 +71,7 @@ class StreamWires final : public Wires {
   void run(const Operation& operation, const Announcement& announced) override {
     OverStreams& c = *over_;
     c.way = {.algorithm = Algorithm::kHierarchical};
+    // Asks `choose` with the hierarchy among the candidates; the collective asks it without.
     const auto* all_reduce = std::get_if<AllReduce>(&operation.call);
     if (hierarchy_ && all_reduce && hierarchy_->takes(c, *all_reduce))
       return hierarchy_->allReduce(c, *all_reduce);
@@ -82,7 +83,7 @@ class StreamWires final : public Wires {
     if (ranks_.empty())
       perform(c, operation.call);
     else
-      perform(c, inPlaces(operation, ranks_).call);
+      perform(c, byPositions(operation, ranks_).call);
     transport_->finish();
   }
   Way way() override { return over_ ? over_->way : Way{}; }
@@ -126,9 +127,9 @@ std::unique_ptr<Wires> wiresInMemory(int rank, const HostMemory& host_memory, Ar
 }
 
 std::unique_ptr<Wires> wiresBetween(Network& network, const Hosts& hosts,
-                                    const SharedOptions& shared, const HostMemory& neighbours,
+                                    const SharedOptions& shared, const HostMemory& local_memory,
                                     Arbiter& arbiter) {
-  auto hierarchy = Hierarchy::create(hosts, shared, network.ring(), neighbours, arbiter);
+  auto hierarchy = Hierarchy::create(hosts, shared, network.ring(), local_memory, arbiter);
   std::unique_ptr<Transport> transport = network.start(arbiter, hosts);
   try {
     StreamOptions options{.algorithm = shared.algorithm,

@@ -13,6 +13,11 @@
 // Between hosts a lost rank is reported by the rank that waits for its data, or by a rank whose
 // wait makes no progress (idle).  All other ranks receive that failure.
 //
+// Where ranks share memory, `SharedView::look` sees that a rank's process has ended, and
+// `SharedView::evict` ends one that does not answer at a deadline (shared_view.cc).  Between hosts
+// the control ring finds both (control/control.cc) and tells `MirrorView::onPeersLost`.  The
+// arbiter decides what follows: the group fails, or goes on without that rank.
+//
 // The first cause wins, and all ranks raise its error (health/verdict.h).  A failure is final: the
 // group cannot be used any more.
 //

@@ -1,7 +1,7 @@
-// The judge: which rank is late, which one differs, which one is lost.  The functions look at what
-// this rank knows, change nothing, and return the rank that is to blame and the text of an error.
-// Whether the group fails by it is decided elsewhere: by the arbiter, and for work in streams of
-// GPUs by the watchdog.
+// The judge: which rank is late, which one differs, which one is lost by what the view says.  The
+// functions look at what this rank knows, change nothing, and return the rank that is to blame and
+// the text of an error. Whether the group fails by it is decided elsewhere: by the arbiter, and for
+// work in streams of GPUs by the watchdog.
 #pragma once
 
 #include <cstdint>

@@ -17,7 +17,7 @@ namespace ringreduce {
 class PeerChannel {
  public:
   virtual ~PeerChannel() = default;
-  virtual void broadcastError(const GroupFailure& failure) = 0;
+  virtual void broadcastFailure(const GroupFailure& failure) = 0;
   virtual void depart(Declared how) = 0;
   // Asks all ranks for their progress; answers arrive as onProgress().  With `since`, the answers
   // include the operations announced from that one on, and the question is sent at once.
@@ -55,7 +55,7 @@ class MirrorView final : public PeerView, public net::Control::Listener {
   ClockOffset clock() const override { return {.ahead = ahead_, .error = clock_error_}; }
   void announce(const Announcement& call) override { record(rank_, call.sequence, call); }
   void wakeMessenger(int rank) override;
-  void tell(const GroupFailure& failure) override { channel_.broadcastError(failure); }
+  void tell(const GroupFailure& failure) override { channel_.broadcastFailure(failure); }
   void reportTo(std::function<void(const GroupFailure&)> decide) override {
     decide_ = std::move(decide);
   }
@@ -69,7 +69,7 @@ class MirrorView final : public PeerView, public net::Control::Listener {
   void onPeersLost(const std::vector<int>& ranks, Observed observed,
                    const std::string& how) override;
   void onDeparture(int rank, Declared how) override;
-  void onRemoteError(const GroupFailure& failure) override { decide_(failure); }
+  void onRemoteFailure(const GroupFailure& failure) override { decide_(failure); }
   void onProgress(int rank, const net::Progress& progress) override;
   net::Progress ownProgress(uint64_t since) override;
   std::vector<int> stoppedOnHost() override;

@@ -208,10 +208,13 @@ class Backend final : public c10d::Backend {
   void shutdown() override;
 
   // Memory that is aligned to pages, in huge ones where the system has them.  In a group on one
-  // host its peers can map it. On a GPU it is the caching allocator's: DDP's buckets are registered
-  // when the hook sees them.
+  // host its peers can map it, unless the system has no more such memory or descriptors.  On a GPU
+  // it is the caching allocator's: DDP's buckets are registered when the hook sees them.
   bool supportsTensorAlloc(c10::DeviceIndex device) override { return device < 0 || gpu_; }
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
+  // DDP takes its buckets' memory from there until the group is destroyed, if its peers can map
+  // it.  For a default group: torch has one switch for all groups of a process.
+  void lendBuckets();
   std::shared_ptr<c10::Allocator> getMemAllocator() override;
 
   bool hasFailed() const { return failure() != Failure::kNone; }
@@ -252,12 +255,13 @@ class Backend final : public c10d::Backend {
     StorePtr store = nullptr;
     std::shared_ptr<Attempt> attempt = nullptr;
   };
-  // Makes it: the prepared one.  endChange() ends options.attempt; at once if it was called more
-  // than `ends` times.  `made`: called before the barrier.  The caller keeps the result until the
-  // change is over, for which the end of the process waits.
-  std::shared_ptr<Attempt> makeSuccessor(const StorePtr& store, int rank, int size,
-                                         GroupOptions options, int ends,
-                                         const std::function<void()>& made = nullptr);
+  // Makes it by makeGroup, so by makeSuccessor of survival/successor.h: the prepared one.
+  // endChange() ends options.attempt; at once if it was called more than `ends` times.  `made`:
+  // called before the barrier.  The caller keeps the result until the change is over, for which the
+  // end of the process waits.
+  std::shared_ptr<Attempt> prepareSuccessor(const StorePtr& store, int rank, int size,
+                                            GroupOptions options, int ends,
+                                            const std::function<void()>& made = nullptr);
   // Makes the prepared group the current one, and returns that before, as replaceGroup does.
   // `entered`: called with group_mutex_ held.
   std::shared_ptr<Group> enterSuccessor(const GpuPtr& gpu,
@@ -304,6 +308,8 @@ class Backend final : public c10d::Backend {
   const char* end_reason_ = nullptr;  // the last of them
   bool is_destroyed_ = false;         // shutdown() was called
   std::atomic<bool> roots_move_{false};
+  std::shared_ptr<void> lends_buckets_;       // while it does
+  std::atomic<bool> allocates_alone_{false};  // a tensor that it allocated could not be shared
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
   const std::string token_ = randomSecretText().substr(0, 16);  // of this backend, in its handles
   std::set<int64_t> used_uuids_;

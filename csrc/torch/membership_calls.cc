@@ -27,9 +27,9 @@ namespace ringreduce {
 
 // ---- what all changes have in common: the steps of survival/successor.h
 
-std::shared_ptr<Attempt> Backend::makeSuccessor(const StorePtr& store, int rank, int size,
-                                                GroupOptions options, int ends,
-                                                const std::function<void()>& made) {
+std::shared_ptr<Attempt> Backend::prepareSuccessor(const StorePtr& store, int rank, int size,
+                                                   GroupOptions options, int ends,
+                                                   const std::function<void()>& made) {
   const std::shared_ptr<Attempt> attempt = options.attempt;
   const std::shared_ptr<Attempt> under_way(attempt.get(), [attempt](Attempt*) {});
   {
@@ -279,7 +279,7 @@ Backend::WorkPtr Backend::reconfigure(const c10d::ReconfigureOptions& options) {
     };
     // What can fail here alone comes before the other ranks are met.
     const GpuPtr gpu = makeGpuBackend(rank, size), old_gpu = gpuIfAny();
-    const auto under_way = makeSuccessor(store, rank, size, std::move(within), ends, endOld);
+    const auto under_way = prepareSuccessor(store, rank, size, std::move(within), ends, endOld);
     old = enterSuccessor(gpu, [&] {
       group_options_ = std::move(made);
       rank_ = rank;
@@ -313,7 +313,7 @@ void Backend::prepare(const std::string& place, const std::vector<int>& members,
     made.attempt = std::make_shared<Attempt>("rank " + made.shown(rank_) + " of group '" +
                                              made.name + "' gave up while newcomers joined");
     const auto store = c10::make_intrusive<c10d::PrefixStore>(place, store_);
-    makeSuccessor(store, rank_, size_, std::move(made), /*ends=*/0);
+    prepareSuccessor(store, rank_, size_, std::move(made), /*ends=*/0);
   });
 }
 

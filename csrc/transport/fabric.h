@@ -1,5 +1,7 @@
 // How a group gets the transport of its collectives between hosts.  A network has one class for
-// this; epoch/network.cc chooses it, and hands it the connections that other ranks make.
+// this; epoch/network.cc chooses it, and hands it the connections that other ranks make.  One that
+// dials gets a net::Dial when it is made.  The authenticated connection that comes of it may carry
+// set-up data, such as the addresses of queue pairs.
 #pragma once
 
 #include <memory>

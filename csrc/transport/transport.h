@@ -16,7 +16,10 @@
 //
 // Waiting.  Only acquire(), peek() and finish() wait.  A wait moves whatever can be moved, to and
 // from all ranks, polls the WaitGuard, and passes on its exceptions.  So a collective cannot
-// deadlock if every peek() has a matching send() that the sender reaches.
+// deadlock if every peek() has a matching send() that the sender reaches.  Of the guard a wait
+// calls `poll` at least every kLongestSleep, and `idle` when nothing has moved for limits::kIdle; a
+// transport calls `verify` once for each rank and operation, before peek() returns its first data,
+// and `broken` when a rank can send or take no more.
 //
 // One thread at a time uses a transport, unless a function says otherwise.
 #pragma once

@@ -19,7 +19,7 @@ using namespace ringreduce;
 namespace {
 
 struct Others final : PeerChannel {
-  void broadcastError(const GroupFailure&) override {}
+  void broadcastFailure(const GroupFailure&) override {}
   void depart(Declared) override {}
   void askForProgress(uint64_t since) override {
     ++asked;

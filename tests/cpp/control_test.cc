@@ -30,8 +30,8 @@ TEST(a_failure_reaches_everybody_once) {
     for (const int size : {1, 2, 3, 5, 64}) {
       Ranks ranks(size, over);
       const int reporter = size / 2;
-      ranks[reporter].broadcastError(failure(reporter, std::string(4000, 'x')));
-      ranks[reporter].broadcastError(failure(reporter, "a second one"));
+      ranks[reporter].broadcastFailure(failure(reporter, std::string(4000, 'x')));
+      ranks[reporter].broadcastFailure(failure(reporter, "a second one"));
       for (int r = 0; r < size; ++r) {
         if (r == reporter) continue;
         until([&] { return ranks.at(r).locked([&] { return ranks.at(r).failures.size(); }) == 1; },
@@ -51,8 +51,8 @@ TEST(a_failure_reaches_everybody_once) {
 TEST(of_two_failures_everybody_hears_one) {
   for (int size = 2; size < 12; ++size) {
     Ranks ranks(size);
-    ranks[0].broadcastError(failure(0));
-    ranks[size / 2].broadcastError(failure(size / 2));
+    ranks[0].broadcastFailure(failure(0));
+    ranks[size / 2].broadcastFailure(failure(size / 2));
     for (int r = 0; r < size; ++r)
       if (r != 0 && r != size / 2)
         until([&] { return ranks.at(r).locked([&] { return ranks.at(r).failures.size(); }) == 1; },
@@ -67,7 +67,7 @@ TEST(of_two_failures_everybody_hears_one) {
 TEST(who_reports_and_closes_is_not_taken_for_dead) {
   for (int round = 0; round < 10; ++round) {
     Ranks ranks(5, round % 2 ? Over::kIpv4 : Over::kUnix);
-    ranks[2].broadcastError(failure(2, std::string(8000, 'y')));
+    ranks[2].broadcastFailure(failure(2, std::string(8000, 'y')));
     CHECK(ranks[2].flush(20 * kSecond));
     ranks.end(2);
     for (int r : {0, 1, 3, 4})
@@ -108,7 +108,7 @@ TEST(all_hear_of_all_processes_that_end_one_after_the_other) {
       until([&] { return ranks.at(order[i]).lostRanks().size() >= dead; }, "all that ended");
     // The gaps are closed: a word still gets to all that are left.
     const int teller = order[dead];
-    ranks[teller].broadcastError(failure(teller));
+    ranks[teller].broadcastFailure(failure(teller));
     for (size_t i = dead + 1; i < order.size(); ++i) {
       Heard& heard = ranks.at(order[i]);
       until([&] { return heard.locked([&] { return heard.failures.size(); }) == 1; },
@@ -153,7 +153,7 @@ TEST(ranks_leave_in_any_order_and_the_rest_still_hear_each_other) {
     for (size_t i = 0; i < staying; ++i)
       until([&] { return ranks.at(order[i]).gone() == order.size() - staying; },
             "every departure at every rank that stays");
-    ranks[order[0]].broadcastError(failure(order[0]));
+    ranks[order[0]].broadcastFailure(failure(order[0]));
     for (size_t i = 1; i < staying; ++i) {
       Heard& heard = ranks.at(order[i]);
       until([&] { return heard.locked([&] { return heard.failures.size(); }) == 1; },
@@ -273,7 +273,7 @@ TEST(of_one_cut_alone_its_two_ends_speak) {
   ranks.cut(1, 2);
   until([&] { return ranks.at(1).lostRanks() == std::vector<int>{2}; }, "the rank across a cut");
   until([&] { return ranks.at(2).lostRanks() == std::vector<int>{1}; }, "the rank across a cut");
-  ranks[1].broadcastError(failure(1));
+  ranks[1].broadcastFailure(failure(1));
   for (int r : {0, 3, 4}) {
     until([&] { return ranks.at(r).locked([&] { return ranks.at(r).failures.size(); }) == 1; },
           "the other way round");

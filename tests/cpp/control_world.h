@@ -90,7 +90,7 @@ struct Heard : Control::Listener {
     twice = twice || departures[rank] >= how;
     departures[rank] = how;
   }
-  void onRemoteError(const GroupFailure& failure) override {
+  void onRemoteFailure(const GroupFailure& failure) override {
     const std::lock_guard lock(mutex);
     failures.push_back(failure);
   }
