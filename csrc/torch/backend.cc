@@ -6,6 +6,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <mutex>
 #include <optional>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -34,6 +35,24 @@ void refuseIfItGoesOn(const Group& group) {
                 "group '" + group.options().name +
                     "' has on_loss='continue', which CUDA tensors do not support; make their group "
                     "with on_loss='error'");
+}
+
+// Makes DDP ask its group for its buckets' memory, which torch (2.11 to 2.15) does only if this
+// variable is 0, until the last owner of the result lets it go.  What the user has set stays.
+std::shared_ptr<void> switchBucketsOn() {
+  static constexpr const char* kSwitch = "DDP_DISABLE_COMM_MEM";
+  static std::mutex mutex;
+  static std::weak_ptr<void> known;  // of ranks that are threads
+  const std::lock_guard lock(mutex);
+  if (std::shared_ptr<void> on = known.lock()) return on;
+  if (std::getenv(kSwitch)) return nullptr;
+  setenv(kSwitch, "0", 1);
+  const std::shared_ptr<void> on(std::getenv(kSwitch), [](const void* ours) {
+    const std::lock_guard off(mutex);
+    if (std::getenv(kSwitch) == ours) unsetenv(kSwitch);
+  });
+  known = on;
+  return on;
 }
 
 }  // namespace
@@ -477,6 +496,7 @@ void Backend::shutdown() {
   {
     const std::lock_guard lock(group_mutex_);
     is_destroyed_ = true;
+    lends_buckets_ = nullptr;
   }
   endChange("its group was destroyed");
   dropPrepared();
@@ -506,9 +526,18 @@ at::Tensor Backend::allocateTensor(long size, at::TensorOptions options) {
   if (group) try {
       if (group->epoch()->usesTensorsInPlace()) return sharedTensor({size}, options);
     } catch (const Error& error) {  // too many descriptors, for example: the slots will do
-      log(std::string("a tensor is not shared: ") + error.what());
+      if (!allocates_alone_.exchange(true))
+        log("group '" + group->options().name +
+            "': a tensor of its memory is not shared, so calls on it are slower: " + error.what());
     }
   return pageTensor({size}, options);
+}
+
+void Backend::lendBuckets() {
+  const std::shared_ptr<Group> group = groupIfAny();
+  if (!group || !group->epoch()->usesTensorsInPlace()) return;
+  const std::lock_guard lock(group_mutex_);
+  lends_buckets_ = switchBucketsOn();
 }
 
 }  // namespace ringreduce

@@ -606,6 +606,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       "set_roots_move",
       [](const BackendPtr& backend, bool move) { asRingreduce(*backend).setRootsMove(move); },
       "backend"_a, "move"_a);
+  m.def(
+      "lend_buckets", [](const BackendPtr& backend) { asRingreduce(*backend).lendBuckets(); },
+      "backend"_a);
   m.def("shutdown_all", &shutdownAll, py::call_guard<py::gil_scoped_release>());
   const auto property = [&](const char* name, auto method, auto... guard) {
     const auto get = [method](const BackendPtr& b) { return (asRingreduce(*b).*method)(); };

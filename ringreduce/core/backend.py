@@ -249,6 +249,8 @@ def create(dist_backend_opts: Any, backend_options: Any) -> Backend:
         program=os.path.basename(sys.argv[0]) if of_default else "",
     )
     _count_steps()
+    if of_default:
+        extension().lend_buckets(backend)
     if connect == "now" and extension().goes_on(backend):
         joining.note_made(dist_backend_opts.store)
     on_group_made()
