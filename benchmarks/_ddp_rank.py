@@ -1,8 +1,9 @@
 """One rank of one way to train, as benchmarks/ddp.py starts it: answers what it is asked.
 
-Ways (`kind`): "bare" has no DDP and no sync, "parallel" is torch.nn.DataParallel in rank 0 alone,
-"ddp" is DDP on the group's backend, "hook" is the same with ringreduce's hook beside that backend,
-"codec" the hook with the codec that the way is named after ("auto" too), and error feedback.
+Ways (`kind`): "bare" has no DDP and no sync, "alone" is DDP whose hook sends nothing, "parallel"
+is torch.nn.DataParallel in rank 0 alone, "ddp" is DDP on the group's backend, "hook" is the same
+with ringreduce's hook beside that backend, "codec" the hook with the codec that the way is named
+after ("auto" too), and error feedback.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import importlib
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from _ddp_models import WORKLOADS, loss_of
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -36,6 +38,13 @@ def projection(gradient: Tensor, signs: Tensor) -> tuple[float, float]:
         block = flat[start : start + oracle.PERIOD].double()
         total += torch.dot(block, signs[: block.numel()])
     return float(total), float(torch.linalg.vector_norm(flat, dtype=torch.float64))
+
+
+def kept(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """What a hook returns that sends nothing."""
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
 
 
 class Trainer(Servant):
@@ -83,7 +92,9 @@ class Trainer(Servant):
             return DataParallel(module, list(range(min(self.world, self.devices))))
         where = [self.device] if self.device.type == "cuda" else None
         ddp = DistributedDataParallel(module, device_ids=where, gradient_as_bucket_view=True)
-        if self.kind == "hook":
+        if self.kind == "alone":
+            ddp.register_comm_hook(None, lambda _, bucket: kept(bucket))
+        elif self.kind == "hook":
             importlib.import_module("ringreduce").register_comm_hook(ddp)
         elif self.kind == "codec":
             ringreduce = importlib.import_module("ringreduce")
@@ -106,7 +117,7 @@ class Trainer(Servant):
         if self.kind != "parallel":
             with self._no_sync():
                 reply["local"], reply["norms"], _ = self._gradients()
-        if self.kind != "bare":
+        if self.kind not in ("bare", "alone"):
             reply["synced"], _, reply["digest"] = self._gradients()
         return reply
 

@@ -267,7 +267,9 @@ def ms(seconds: Sequence[float]) -> str:
 def step(found: Found) -> Cells:
     ways = ways_of(found["step"])
     titles = {
-        "stock": "DDP, gloo", "ours": "DDP, ringreduce", "hook": "DDP, ringreduce hook beside gloo",
+        "stock": "DDP, gloo", "ours": "DDP, ringreduce",
+        "private": "the same, `DDP_DISABLE_COMM_MEM=1`", "hook": "DDP, ringreduce hook beside gloo",
+        "alone": "DDP that sends nothing",
     }  # fmt: skip
     cells = [["", "ms a step", "of it sync", "gloo / this"]]
     for key, title in titles.items():

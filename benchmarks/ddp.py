@@ -6,7 +6,9 @@
 
 The ways: no sync at all ("bare"), torch.nn.DataParallel where one process has several GPUs, DDP
 on the stock backend (nccl; gloo on CPUs, and where nccl refuses ranks that share a GPU), DDP on
-ringreduce, and DDP with ringreduce's hook beside the stock backend.  Each has rank processes of its
+ringreduce, and DDP with ringreduce's hook beside the stock backend; on CPUs also DDP on ringreduce
+with buckets that the ranks do not share, and DDP whose hook sends nothing, which shows what DDP
+takes by itself.  Each has rank processes of its
 own, which sleep while others are timed (ringreduce.bench's).  The models and their random batches
 are the same for all; gradients are checked against the mean of all ranks' own before and after.
 
@@ -69,6 +71,11 @@ def ways(placing: Placing) -> list[Contender]:
         Contender("ours", "DDP, ringreduce", "ddp", "ringreduce"),
         hook,
     ]
+    if placing.device == "cpu":
+        private = {"DDP_DISABLE_COMM_MEM": "1"}
+        title = "DDP, ringreduce, private buckets"
+        found.append(Contender("private", title, "ddp", "ringreduce", environment=private))
+        found.append(Contender("alone", "DDP that sends nothing", "alone", "gloo"))
     where = {"device": placing.device, "devices": placing.devices, "program": PROGRAM}
     return [replace(contender, **where) for contender in found]
 
@@ -160,6 +167,7 @@ class Race:
             return
         if kind == "bare":
             self.bare = answers
+        if kind in ("bare", "alone"):
             return
         synced = [answer for answer in answers if "synced" in answer]
         own = self.bare if kind == "parallel" else answers

@@ -6,7 +6,13 @@ from collections.abc import Iterable, Iterator
 import torch
 import torch.distributed as dist
 
-from ringreduce.core.backend import devices_text, extension, noting_errors, ringreduce_group
+from ringreduce.core.backend import (
+    backend_of,
+    devices_text,
+    extension,
+    noting_errors,
+    ringreduce_group,
+)
 from ringreduce.errors import Mismatch
 
 # Gradients of this size are averaged where they are.  Smaller ones are copied into buckets, which
@@ -84,12 +90,18 @@ def _start(gradient: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
 
 
 def _flat(bucket: list[torch.Tensor], group: dist.ProcessGroup, number: int) -> torch.Tensor:
-    """The elements of a bucket, in memory that is kept for the next step."""
+    """The elements of a bucket, in memory that is kept for the next step.
+
+    On a host the ranks share it, where they can.
+    """
     kept = _memory.setdefault(group, {})
     place = (bucket[0].dtype, bucket[0].device), number
     elements = sum(gradient.numel() for gradient in bucket)
     if place not in kept or kept[place].numel() != elements:
-        kept[place] = bucket[0].new_empty(elements)
+        dtype, device = place[0]
+        backend = backend_of(group)
+        assert backend is not None
+        kept[place] = backend.allocate_tensor(elements, dtype=dtype, device=device)
     return torch.cat([gradient.reshape(-1) for gradient in bucket], out=kept[place])
 
 

@@ -29,10 +29,7 @@ void SparseAllReduce::reorder(const std::vector<int>& ranks) {
 // ---- over shared memory
 
 SharedData AllGather::shared(int rank) const {
-  // Above it memory bounds both ways, and the slots are faster by a fifth (docs/performance.md).
-  constexpr size_t kMostBytes = 8 << 20;
-  const size_t bytes = counts[static_cast<size_t>(rank)] * sizeOf(dtype);
-  return bytes <= kMostBytes ? SharedData{input, bytes} : SharedData{};
+  return {input, counts[static_cast<size_t>(rank)] * sizeOf(dtype)};
 }
 
 void allGather(OverMemory& c, const AllGather& a) {

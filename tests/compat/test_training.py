@@ -4,8 +4,11 @@ memory, TORCH_DISTRIBUTED_DEBUG=DETAIL and the profiler.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import os
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +131,50 @@ def test_ddp_buckets_in_our_memory(me: Rank) -> None:
     # Memory of ours cannot be resized, torch's can.
     ours = [all(not g.untyped_storage().resizable() for g in grads) for _, grads, _ in found]
     assert ours == [True, False]
+
+
+def the_switch() -> bytes | None:
+    """What DDP reads: os.environ does not show what C code has set."""
+    getenv = ctypes.CDLL(None).getenv
+    getenv.restype = ctypes.c_char_p
+    found: bytes | None = getenv(b"DDP_DISABLE_COMM_MEM")
+    return found
+
+
+@on_ranks(2, 20.0, fresh=True)
+def test_the_switch_of_buckets_goes_with_the_group(me: Rank) -> None:
+    """DDP on another backend then takes memory as it ever did."""
+    part = dist.new_group()
+    assert the_switch() == b"0"
+    dist.destroy_process_group(part)
+    assert the_switch() == b"0"
+    dist.destroy_process_group()
+    assert the_switch() is None
+
+
+def without_descriptors(me: Rank) -> None:
+    assert dist.group.WORLD is not None
+    shared = with_hook(me, "allreduce", dist.group.WORLD)  # imports all that it needs, too
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = max(int(fd) for fd in os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 1, limits[1]))
+    taken = []
+    with contextlib.suppress(OSError):
+        while True:
+            taken.append(os.dup(0))
+    try:
+        assert torch.equal(with_hook(me, "allreduce", dist.group.WORLD), shared)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for fd in taken:
+            os.close(fd)
+
+
+def test_buckets_are_private_where_no_descriptors_are_left(pool: Pool, world: MakeWorld) -> None:
+    call = pool.start(without_descriptors, world(2), ranks=2, fresh=True)
+    call.results()
+    for rank in range(2):
+        assert call.log(rank).count("a tensor of its memory is not shared") == 1
 
 
 def in_detail(me: Rank, key: str) -> list[str]:
