@@ -24,6 +24,7 @@
 #include "torch/staged_backend.h"
 #include "torch/store_keeper.h"
 #include "torch/torch_store.h"
+#include "transport/shm/shared_block.h"
 
 namespace ringreduce {
 namespace {
@@ -501,6 +502,7 @@ void Backend::shutdown() {
   endChange("its group was destroyed");
   dropPrepared();
   if (const auto gpu = gpuIfAny()) gpu->shutdown();
+  SharedBlock::dropKept();
   std::shared_ptr<Group> group = groupIfAny();
   if (!group) return;
   group->shutdown();
@@ -524,7 +526,7 @@ at::Tensor Backend::allocateTensor(long size, at::TensorOptions options) {
   TORCH_CHECK_VALUE(options.device().is_cpu(), "ringreduce allocateTensor: on ", options.device());
   const std::shared_ptr<Group> group = groupIfAny();
   if (group) try {
-      if (group->epoch()->usesTensorsInPlace()) return sharedTensor({size}, options);
+      if (group->epoch()->usesTensorsInPlace()) return reusedTensor({size}, options);
     } catch (const Error& error) {  // too many descriptors, for example: the slots will do
       if (!allocates_alone_.exchange(true))
         log("group '" + group->options().name +

@@ -5,6 +5,7 @@
 
 #include <cerrno>
 #include <cstring>
+#include <memory>
 #include <utility>
 
 #include "base/bytes.h"
@@ -63,14 +64,30 @@ at::Tensor pageTensor(at::IntArrayRef sizes, const at::TensorOptions& options) {
   return tensorIn(pageAllocator()->allocate(bytesOf(sizes, options)), sizes, options);
 }
 
+namespace {
+
+at::Tensor tensorIn(std::shared_ptr<SharedBlock> block, at::IntArrayRef sizes,
+                    const at::TensorOptions& options, c10::DeleterFnPtr drop) {
+  std::byte* const data = block->data();
+  return tensorIn(c10::DataPtr(data, new std::shared_ptr<SharedBlock>(std::move(block)), drop,
+                               c10::DeviceType::CPU),
+                  sizes, options);
+}
+
+}  // namespace
+
 at::Tensor sharedTensor(at::IntArrayRef sizes, const at::TensorOptions& options) {
-  const size_t bytes = bytesOf(sizes, options);
-  auto* block = new std::shared_ptr<SharedBlock>(SharedBlock::create(bytes));
-  c10::DataPtr memory(
-      (*block)->data(), block,
-      [](void* context) { delete static_cast<std::shared_ptr<SharedBlock>*>(context); },
-      c10::DeviceType::CPU);
-  return tensorIn(std::move(memory), sizes, options);
+  return tensorIn(SharedBlock::create(bytesOf(sizes, options)), sizes, options, [](void* context) {
+    delete static_cast<std::shared_ptr<SharedBlock>*>(context);
+  });
+}
+
+at::Tensor reusedTensor(at::IntArrayRef sizes, const at::TensorOptions& options) {
+  return tensorIn(SharedBlock::reuse(bytesOf(sizes, options)), sizes, options, [](void* context) {
+    const std::unique_ptr<std::shared_ptr<SharedBlock>> block(
+        static_cast<std::shared_ptr<SharedBlock>*>(context));
+    SharedBlock::keep(std::move(*block));
+  });
 }
 
 }  // namespace ringreduce

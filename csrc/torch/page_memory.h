@@ -27,4 +27,7 @@ at::Tensor pageTensor(at::IntArrayRef sizes, const at::TensorOptions& options);
 // Throws Error(kSetup).
 at::Tensor sharedTensor(at::IntArrayRef sizes, const at::TensorOptions& options);
 
+// The same in memory that is used again for tensors of that size, so not zeroed.
+at::Tensor reusedTensor(at::IntArrayRef sizes, const at::TensorOptions& options);
+
 }  // namespace ringreduce

@@ -105,6 +105,39 @@ def test_memory_comes_and_goes(me: Rank) -> None:
     assert kept.eq(3.0).all() and t.eq(599).all()  # memory outlives the groups
 
 
+@on_ranks(2, fresh=True)
+def test_memory_of_a_size_that_comes_again_is_used_again(me: Rank) -> None:
+    """FSDP asks for it in each step; a peer then has it mapped already."""
+    assert dist.group.WORLD is not None
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+
+    def take(elements: int) -> torch.Tensor:
+        t: torch.Tensor = backend.allocate_tensor(
+            elements, dtype=torch.float32, device=torch.device("cpu")
+        )
+        dist.all_reduce(t.fill_(me.rank + 1.0))
+        assert t.eq(3.0).all()
+        return t
+
+    take(SIZE)  # not kept at first: DDP lets go of its first buckets for good
+    places = {take(SIZE).data_ptr() for _ in range(5)}
+    assert len(places) == 1
+    two = take(SIZE), take(SIZE)
+    assert two[0].data_ptr() in places and two[1].data_ptr() not in places
+    descriptors = len(os.listdir("/proc/self/fd"))
+    del two
+    assert len(os.listdir("/proc/self/fd")) == descriptors  # both are kept
+    dist.destroy_process_group()
+    assert not any("memfd:ringreduce" in fd for fd in map(target, os.listdir("/proc/self/fd")))
+
+
+def target(fd: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except FileNotFoundError:  # of the listing itself
+        return ""
+
+
 @on_ranks(2)
 def test_a_forked_child_does_not_change_the_parent(me: Rank) -> None:
     t = ringreduce.empty(SIZE).fill_(1.0)

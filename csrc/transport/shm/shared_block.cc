@@ -25,6 +25,8 @@ struct SharedBlocks {
   std::map<const std::byte*, SharedBlock*> by_address;
   std::atomic<size_t> count{0};
   uint64_t numbers = 0;
+  std::multimap<size_t, std::shared_ptr<SharedBlock>> kept;  // by size
+  std::map<size_t, int> asked;                               // how often reuse() was, by size
 
   static SharedBlocks& all() {
     static SharedBlocks* blocks = [] {
@@ -81,6 +83,37 @@ std::shared_ptr<SharedBlock> SharedBlock::create(size_t bytes) {
   all.by_address[block->data()] = block.get();
   ++all.count;
   return block;
+}
+
+std::shared_ptr<SharedBlock> SharedBlock::reuse(size_t bytes) {
+  constexpr size_t kMostSizes = 4096;
+  const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  const size_t size = roundUp(bytes == 0 ? 1 : bytes, page);
+  SharedBlocks& all = SharedBlocks::all();
+  std::shared_ptr<SharedBlock> block;
+  {
+    const std::lock_guard lock(all.mutex);
+    if (all.asked.size() >= kMostSizes) all.asked.clear();
+    ++all.asked[size];
+    if (auto found = all.kept.extract(size)) block = std::move(found.mapped());
+    if (block && !block->detached_) return block;
+  }
+  return create(bytes);
+}
+
+void SharedBlock::keep(std::shared_ptr<SharedBlock> block) {
+  SharedBlocks& all = SharedBlocks::all();
+  const std::lock_guard lock(all.mutex);
+  if (!block->detached_ && all.asked[block->size()] > 1)
+    all.kept.emplace(block->size(), std::move(block));
+}
+
+void SharedBlock::dropKept() {
+  std::multimap<size_t, std::shared_ptr<SharedBlock>> dropped;  // ends after the lock
+  SharedBlocks& all = SharedBlocks::all();
+  const std::lock_guard lock(all.mutex);
+  dropped.swap(all.kept);
+  all.asked.clear();
 }
 
 std::shared_ptr<SharedBlock> SharedBlock::holding(const void* data, size_t bytes) {

@@ -22,6 +22,15 @@ class SharedBlock : public std::enable_shared_from_this<SharedBlock> {
   // Of at least `bytes`, zeroed, in whole pages.  Throws Error(kSetup).
   static std::shared_ptr<SharedBlock> create(size_t bytes);
 
+  // One that was kept, whose bytes are what its last owner left, else a new one.
+  static std::shared_ptr<SharedBlock> reuse(size_t bytes);
+  // Keeps a block that nobody else refers to for reuse(), which then costs no system calls here and
+  // no mapping on the peers.  Only if that size was asked for more than once: FSDP asks for it in
+  // each step, DDP when it makes its buckets.
+  static void keep(std::shared_ptr<SharedBlock> block);
+  // Frees what is kept.
+  static void dropKept();
+
   // The block that all these bytes lie in; null if there is none, or if it is detached.
   static std::shared_ptr<SharedBlock> holding(const void* data, size_t bytes);
 
