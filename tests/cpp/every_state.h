@@ -77,6 +77,9 @@ class Explorer {
     words_shift_ = bits_;
     bits_ += static_cast<unsigned>(words.size());
     if (bits_ > 63) throw std::runtime_error("the program is too large to explore");
+    for (size_t word : program.set)
+      if (const auto used = words.find(word); used != words.end())
+        first_ |= uint64_t{1} << (words_shift_ + used->second);
     for (size_t l = 0; l < lanes_; ++l)
       for (size_t i = 0; i < nodes_[l].size(); ++i)
         if (const Step& step = program.lanes[l][i];
@@ -97,8 +100,8 @@ class Explorer {
   }
 
   Explored run(uint64_t most) {
-    seen_.insert(0);
-    todo_.push_back(0);
+    seen_.insert(first_);
+    todo_.push_back(first_);
     while (!todo_.empty()) {
       const uint64_t state = todo_.back();
       todo_.pop_back();
@@ -203,6 +206,7 @@ class Explorer {
   std::vector<unsigned> shift_;
   unsigned bits_ = 0, words_shift_ = 0;
   std::vector<size_t> position_;
+  uint64_t first_ = 0;  // state
   NumberSet seen_;
   std::vector<uint64_t> todo_;
   Explored found_;

@@ -25,6 +25,8 @@ class Clocks {
         next_(lanes_),
         clocks_(lanes_, Clock(lanes_)) {
     for (size_t l = 0; l < lanes_; ++l) clocks_[l][l] = 1;
+    for (size_t word : program.set)
+      words_[word] = {.set = Clock(lanes_), .up = true, .history = {}};
   }
 
   Order run() {

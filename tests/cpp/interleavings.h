@@ -80,6 +80,7 @@ inline void then(std::vector<Step>& lane, const Step& step) {
 struct Program {
   std::vector<std::vector<Step>> lanes;
   std::vector<std::vector<size_t>> groups;  // whose barriers; lanes
+  std::vector<size_t> set{};                // words that are 1 at first
 };
 
 // Memory as the program cuts it: pieces that each access takes whole or not at all, by number.

@@ -34,7 +34,7 @@ const Case& numbersOf(int P, DType dtype, ReduceOp op) {
 struct DirectMessage {
   Call call;
   bool shared, staged;  // of an all-reduce; the others are always staged
-  size_t most = 0;      // of a part, elements or bytes, that is staged at once; 0: all
+  size_t most = 0;      // of a part, elements or bytes, in a piece; 0: all
 };
 
 // Ranks with a thread for a stream each.  `mistake` poisons the steps of each call.
@@ -47,7 +47,9 @@ class Streams {
       : P_(P), first_(first), mistake_(std::move(mistake)) {
     for (int r = 0; r < P; ++r) {
       states_.push_back(std::make_unique<HostState>());
-      staging_.emplace_back(oracle::kMost * 8, 0);
+      for (int half = 0; half < kHalves; ++half)
+        for (int p = 0; p < P; ++p) word(r, Word::kFree, half, p) = 1;
+      staging_.emplace_back(kHalves * kHalf, 0);
     }
   }
 
@@ -66,19 +68,18 @@ class Streams {
           const DirectMessage& m = calls_[i].message;
           const size_t all = m.call.moves() ? m.call.partBytes() : m.call.count;
           const size_t most = m.most > 0 ? m.most : std::max<size_t>(all, 1);
-          for (size_t k = 0; k == 0 || k * most < all; ++k) {
-            Steps steps =
-                m.call.kind == Kind::kAllReduce
-                    ? directSchedule(r, P_, m.call.count, first_ + i, m.shared, m.staged)
-                    : ownSchedule(r, P_,
-                                  m.call.kind == Kind::kBroadcast ? m.call.root : kEverybody);
-            mistake_(steps);
-            for (const ScheduleStep& step : steps) {
-              mutants::randomDelay();
-              perform(r, calls_[i], piece(all, most, k), step);
-            }
-            ++schedules_[at(r)];
+          const std::vector<Span> pieces = piecesOf(all, most);
+          const int root = m.call.kind == Kind::kBroadcast ? m.call.root : kEverybody;
+          const uint64_t first = first_ + schedules_[at(r)];
+          Steps steps = m.call.kind == Kind::kAllReduce
+                            ? directSchedule(r, P_, pieces, first, m.shared, m.staged)
+                            : ownSchedule(r, P_, pieces, first, root);
+          mistake_(steps);
+          for (const ScheduleStep& step : steps) {
+            mutants::randomDelay();
+            perform(r, calls_[i], step);
           }
+          schedules_[at(r)] += pieces.size();
         }
         ++over_;
       } catch (...) {
@@ -118,7 +119,11 @@ class Streams {
       for (size_t i = 0; i < calls_.size(); ++i) expectRight(i, r);
       CHECK_EQ(states_[at(r)]->delivered, schedules_[at(r)]);
       CHECK_EQ(states_[at(r)]->busy, 0u);
-      for (const HostState::Line& line : states_[at(r)]->words) CHECK_EQ(line.word, 0u);
+      for (int half = 0; half < kHalves; ++half)
+        for (int p = 0; p < P_; ++p) {
+          CHECK_EQ(word(r, Word::kReady, half, p), 0u);
+          CHECK_EQ(word(r, Word::kFree, half, p), 1u);
+        }
     }
   }
 
@@ -132,7 +137,11 @@ class Streams {
 
   static size_t at(int i) { return static_cast<size_t>(i); }
   static std::byte* bytes(unsigned char* p) { return reinterpret_cast<std::byte*>(p); }
-  std::byte* staging(int r) { return bytes(staging_[at(r)].data()); }
+  static constexpr size_t kHalf = oracle::kMost * 8;
+  std::byte* staging(int r, int half) { return bytes(staging_[at(r)].data()) + at(half) * kHalf; }
+  uint32_t& word(int waiter, Word which, int half, int setter) {
+    return states_[at(waiter)]->words[wordIndex(which, half, setter, P_)].word;
+  }
 
   void await(uint32_t& word) {
     const Nanos deadline = now() + kStalled;
@@ -144,12 +153,9 @@ class Streams {
     --waiting_;
   }
 
-  void perform(int r, Entry& entry, Span part, const ScheduleStep& step) {
+  void perform(int r, Entry& entry, const ScheduleStep& step) {
     HostState& own = *states_[at(r)];
-    uint32_t& word =
-        states_[at(waiterOf(step.word, step.leader, step.rank))]
-            ->words[wordIndex(step.word, setterOf(step.word, step.leader, step.rank), P_)]
-            .word;
+    uint32_t& word = states_[at(waiterOf(step))]->words[wordIndex(step, P_)].word;
     switch (step.what) {
       case Do::kBegin:
         return std::atomic_ref(own.busy).store(1, std::memory_order_relaxed);
@@ -165,9 +171,10 @@ class Streams {
         const size_t size = m.call.outputParts() * m.call.partBytes();
         const bool copies = m.call.kind == Kind::kAllReduce && m.staged;
         const bool keeps = m.call.kind == Kind::kBroadcast && m.call.root == r;
-        const DeliverCall call{.from = copies ? staging(r) : nullptr,
-                               .to = output,
-                               .bytes = size,
+        const size_t width = copies ? m.call.numbers->width() : 0;
+        const DeliverCall call{.from = copies ? staging(r, step.half) : nullptr,
+                               .to = output + step.piece.begin * width,
+                               .bytes = step.piece.size * width,
                                .abort = &own.abort,
                                .delivered = &own.delivered,
                                .local = &local_[at(r)],
@@ -177,13 +184,15 @@ class Streams {
         inBlocks(r, [&](host::Block& block, int channel) {
           deliver(block, call, channel, kKernel.blocks);
         });
-        return std::atomic_ref(own.busy).store(0, std::memory_order_relaxed);
+        return;
       }
+      case Do::kEnd:
+        return std::atomic_ref(own.busy).store(0, std::memory_order_relaxed);
       default:
-        if (entry.message.call.moves()) return move(r, entry, part, step);
+        if (entry.message.call.moves()) return move(r, entry, step);
         return entry.message.call.numbers->dtype == DType::kFloat32
-                   ? compute<Element<DType::kFloat32>>(r, entry, part, step)
-                   : compute<Element<DType::kBFloat16>>(r, entry, part, step);
+                   ? compute<Element<DType::kFloat32>>(r, entry, step)
+                   : compute<Element<DType::kBFloat16>>(r, entry, step);
     }
   }
 
@@ -193,21 +202,22 @@ class Streams {
         kKernel, 1, [&](host::Block& block, int, int channel, size_t) { body(block, channel); })[0];
   }
 
-  StagedAt stagedAt(int r) {
+  StagedAt stagedAt(int r, int half) {
     StagedAt staged{.rank = r, .size = P_, .base = {}, .abort = &states_[at(r)]->abort};
-    for (int p = 0; p < P_; ++p) staged.base[p] = staging(p);
+    for (int p = 0; p < P_; ++p) staged.base[p] = staging(p, half);
     return staged;
   }
 
-  void move(int r, Entry& entry, Span part, const ScheduleStep& step) {
+  void move(int r, Entry& entry, const ScheduleStep& step) {
     const Call& m = entry.message.call;
-    const StagedAt staged = stagedAt(r);
+    const StagedAt staged = stagedAt(r, step.half);
+    const Span part = step.piece;
     Tensors& tensors = entry.tensors[at(r)];
     CarryCall call{};
     if (step.what == Do::kStage)
-      call = carryOne(staged, bytes(tensors.input()) + part.begin, staging(r), part.size);
+      call = carryOne(staged, bytes(tensors.input()) + part.begin, staged.base[r], part.size);
     else if (m.kind == Kind::kBroadcast)
-      call = carryOne(staged, staging(m.root), bytes(tensors.output()) + part.begin, part.size);
+      call = carryOne(staged, staged.base[m.root], bytes(tensors.output()) + part.begin, part.size);
     else
       call = gatherParts(staged, tensors.input(), tensors.output(), m.partBytes(), part);
     inBlocks(r, [&](host::Block& block, int channel) {
@@ -219,16 +229,17 @@ class Streams {
   }
 
   template <class E>
-  void compute(int r, Entry& entry, Span part, const ScheduleStep& step) {
+  void compute(int r, Entry& entry, const ScheduleStep& step) {
     const DirectMessage& m = entry.message;
     const Call& c = m.call;
     const ReduceOp op = c.numbers->op;
     const size_t width = c.numbers->width();
+    const StagedAt staged = stagedAt(r, step.half);
     Arithmetic arithmetic{combineOf(c.numbers->dtype, op), op == ReduceOp::kAvg,
                           op == ReduceOp::kPremulSum, P_, oracle::factorOf(r)};
     std::byte* const input = bytes(entry.tensors[at(r)].input());
     const auto stage = [&](size_t from, size_t to, size_t count) {
-      const CopyCall call{input + from * width, staging(r) + to * width, count, arithmetic,
+      const CopyCall call{input + from * width, staged.base[r] + to * width, count, arithmetic,
                           &states_[at(r)]->abort};
       inBlocks(r, [&](host::Block& block, int channel) {
         copyIn<E>(block, call, channel, kKernel.blocks);
@@ -236,23 +247,25 @@ class Streams {
     };
     const bool scatters = c.kind == Kind::kReduceScatter;
     if (step.what == Do::kStage)
-      return scatters ? stageParts(P_, c.count, part, stage) : stage(0, 0, c.count);
+      return scatters ? stageParts(P_, c.count, step.piece, stage)
+                      : stage(step.piece.begin, 0, step.piece.size);
     DirectCall call{.size = P_,
                     .sinks = P_,
                     .chunk = Cut{c.count, P_}.chunkSize(),
                     .begin = step.elements.begin,
                     .elements = step.elements.size,
-                    .first = 0,
+                    .first = step.piece.begin,
                     .inputs = {},
                     .outputs = {},
                     .arithmetic = arithmetic,
                     .abort = &states_[at(r)]->abort};
     for (int p = 0; p < P_; ++p) {
-      call.inputs[p] = m.staged ? staging(p) : bytes(entry.tensors[at(p)].input());
-      call.outputs[p] = m.staged ? staging(p) : bytes(entry.tensors[at(p)].output());
+      call.inputs[p] = m.staged ? staged.base[p] : bytes(entry.tensors[at(p)].input());
+      call.outputs[p] = m.staged ? staged.base[p] : bytes(entry.tensors[at(p)].output());
     }
     if (scatters)
-      call = addParts(stagedAt(r), entry.tensors[at(r)].output(), c.count, part, width, arithmetic);
+      call =
+          addParts(staged, entry.tensors[at(r)].output(), c.count, step.piece, width, arithmetic);
     inBlocks(r, [&](host::Block& block, int channel) {
       direct<E>(block, call, channel, kKernel.blocks);
     });
@@ -291,7 +304,9 @@ void fill(Streams& streams, int P, int calls) {
                           .root = static_cast<int>(random() % static_cast<unsigned>(P))},
                  .shared = random() % 2 == 0,
                  .staged = staged || kind != Kind::kAllReduce,
-                 .most = kind != Kind::kAllReduce && random() % 2 == 0 ? kChunkElements : 0});
+                 .most = (staged || kind != Kind::kAllReduce) && random() % 2 == 0
+                             ? kChunkElements << random() % 3
+                             : 0});
   }
 }
 
@@ -324,15 +339,26 @@ Streams::Mistake without(Do what, Word word) {
   };
 }
 
-// A leader tells that the sums are there, and then adds them.
-void doneBeforeReduce(Steps& steps) {
-  const auto reduce = std::find_if(steps.begin(), steps.end(),
-                                   [](const ScheduleStep& s) { return s.what == Do::kLead; });
-  if (reduce == steps.end()) return;
-  const auto told = std::find_if(reduce, steps.end(), [](const ScheduleStep& s) {
-    return s.what != Do::kLead && !(s.what == Do::kSet && s.word == Word::kDone);
+// Each step of a kind comes right before the one of another kind that it follows.
+Streams::Mistake before(Do what, Word word, Do where) {
+  return [=](Steps& steps) {
+    for (size_t i = 1; i < steps.size(); ++i)
+      for (size_t k = i; k > 0 && steps[k].what == what && steps[k].word == word; --k) {
+        std::swap(steps[k], steps[k - 1]);
+        if (steps[k].what == where) break;
+      }
+  };
+}
+
+// The owner of a half waits for one of its readers.
+void awaitsOneReader(Steps& steps) {
+  int last = -1;
+  std::erase_if(steps, [&](const ScheduleStep& s) {
+    const bool waits = s.what == Do::kAwait && s.word == Word::kFree;
+    const bool again = waits && last >= 0;
+    last = waits ? s.leader : -1;
+    return again;
   });
-  std::rotate(reduce, reduce + 1, told);
 }
 
 // Rank 1 makes its third call only after the others have given up waiting for it.  The sums of that
@@ -384,17 +410,26 @@ void late(bool staged, GivesUp how, Kind kind = Kind::kAllReduce) {
 }
 
 const mutants::Mutants kMutants{
-    {"done_before_reduce", [] { calls(3, 30, doneBeforeReduce); }},
+    {"free_before_it_was_led", [] { calls(3, 30, before(Do::kSet, Word::kFree, Do::kLead)); }},
+    {"ready_before_it_is_staged", [] { calls(3, 30, before(Do::kSet, Word::kReady, Do::kStage)); }},
     {"no_await_ready", [] { calls(3, 30, without(Do::kAwait, Word::kReady)); }},
-    {"no_await_done", [] { calls(3, 30, without(Do::kAwait, Word::kDone)); }},
+    {"no_await_free", [] { calls(3, 30, without(Do::kAwait, Word::kFree)); }},
     {"no_take_ready", [] { calls(3, 30, without(Do::kTake, Word::kReady)); }},
-    {"no_take_done", [] { calls(3, 30, without(Do::kTake, Word::kDone)); }},
+    {"no_take_free", [] { calls(3, 30, without(Do::kTake, Word::kFree)); }},
     {"scattered_before_ready",
      [] { partsOf(Kind::kReduceScatter, 20, without(Do::kAwait, Word::kReady)); }},
     {"gathered_before_ready",
      [] { partsOf(Kind::kAllGather, 20, without(Do::kAwait, Word::kReady)); }},
     {"staged_before_it_was_read",
-     [] { partsOf(Kind::kBroadcast, 20, without(Do::kAwait, Word::kDone)); }},
+     [] { partsOf(Kind::kBroadcast, 20, without(Do::kAwait, Word::kFree)); }},
+    {"one_reader_answers_for_all", [] { partsOf(Kind::kBroadcast, 20, awaitsOneReader); }},
+    {"pieces_in_one_half",
+     [] {
+       partsOf(Kind::kBroadcast, 20, [](Steps& steps) {
+         for (ScheduleStep& s : steps)
+           if (s.what == Do::kStage || s.what == Do::kLead) s.half = 0;
+       });
+     }},
     {"one_rank_gives_up_alone", [] { late(true, GivesUp::kAloneFirst); }},
 };
 
@@ -409,11 +444,12 @@ TEST(every_element_is_led_once) {
     for (size_t count : {size_t{0}, size_t{1}, size_t{128}, size_t{1000}, size_t{4099}})
       for (bool shared : {false, true})
         for (uint64_t call = 0; call < 9; ++call) {
+          const std::vector<Span> pieces = piecesOf(count, call % 2 ? 256 : SIZE_MAX);
           std::vector<Span> led;
           for (int r = 0; r < P; ++r)
-            for (const ScheduleStep& s : directSchedule(r, P, count, call, shared, true))
+            for (const ScheduleStep& s : directSchedule(r, P, pieces, call, shared, true))
               if (s.what == Do::kLead) led.push_back(s.elements);
-          CHECK_EQ(led.size(), shared ? static_cast<size_t>(P) : 1);
+          CHECK_EQ(led.size(), pieces.size() * (shared ? static_cast<size_t>(P) : 1));
           std::sort(led.begin(), led.end(), [](Span a, Span b) {
             return std::pair(a.begin, a.size) < std::pair(b.begin, b.size);
           });
@@ -454,6 +490,43 @@ TEST(who_gives_up_poisons_outputs_and_waits_no_more) {
     for (bool staged : {false, true}) late(staged, GivesUp::kTogether);
   for (Kind kind : {Kind::kReduceScatter, Kind::kAllGather, Kind::kBroadcast})
     late(true, GivesUp::kTogether, kind);
+}
+
+// Rank 1 makes its third broadcast only after the group has given up.  The root puts two more into
+// its halves and the other reader gets them; then both wait.
+TEST(a_root_goes_on_until_it_is_two_pieces_ahead_of_a_reader) {
+  constexpr int P = 3;
+  constexpr size_t kCalls = 6, kLate = 2, kStops = 4;
+  Streams streams(P, 0);
+  for (size_t i = 0; i < kCalls; ++i)
+    streams.add({.call = {.kind = Kind::kBroadcast,
+                          .numbers = &numbersOf(P, DType::kFloat32, ReduceOp::kSum),
+                          .count = 700 + i,
+                          .root = 0},
+                 .shared = true,
+                 .staged = true});
+  std::atomic<int> came = 0;
+  std::atomic<bool> go_on = false;
+  std::thread host([&] {
+    const Nanos deadline = now() + kStalled;
+    while ((came < P || streams.waiting() < P - 1) && now() < deadline) std::this_thread::yield();
+    streams.setAborts();
+    go_on = true;
+    streams.releaseWaits();
+  });
+  streams.run([&](int rank, size_t call) {
+    if (call == (rank == 1 ? kLate : kStops)) ++came;
+    while (call == kLate && rank == 1 && !go_on) std::this_thread::yield();
+  });
+  host.join();
+  CHECK_EQ(came.load(), P);
+  for (int r = 0; r < P; ++r)
+    for (size_t i = 0; i < kCalls; ++i) {
+      if (r == 0 || i < (r == 1 ? kLate : kStops))
+        streams.expectRight(i, r);
+      else
+        CHECK(streams.isPoisoned(i, r));
+    }
 }
 
 // The call's output comes in two pieces, the second by two blocks, and the group gives up between

@@ -67,7 +67,7 @@ class Rank {
   explicit Rank(Group& group)
       : group_(group),
         pages_(group, sizeof(HostState)),
-        staging_(group, kElements * sizeof(float)),
+        staging_(group, kHalves * kElements * sizeof(float)),
         watchdog_(group, std::make_unique<HostRanks>(group, states())) {}
 
   HostState& state(int r) { return *reinterpret_cast<HostState*>(pages_.at(r)); }
@@ -83,8 +83,8 @@ class Rank {
                                                 .dtype = DType::kFloat32,
                                                 .op = static_cast<uint8_t>(op)});
     uint64_t ticket = 0;
-    for (const ScheduleStep& step :
-         directSchedule(group_.rank(), group_.size(), count, schedules_++, count > 512, true))
+    for (const ScheduleStep& step : directSchedule(group_.rank(), group_.size(), {{0, count}},
+                                                   schedules_++, count > 512, true))
       ticket = stream_.put([this, step, data, count, op] { perform(step, data, count, op); });
     watchdog_.track(timeout, [this, ticket] { return stream_.isDone(ticket); }, std::move(label));
     return number;
@@ -103,16 +103,16 @@ class Rank {
     using Do = ScheduleStep::Do;
     host::Team team(1);
     host::Block block(team, 0);
-    HostState& at = state(waiterOf(step.word, step.leader, step.rank));
-    uint32_t& word =
-        at.words[wordIndex(step.word, setterOf(step.word, step.leader, step.rank), group_.size())]
-            .word;
+    uint32_t& word = state(waiterOf(step)).words[wordIndex(step, group_.size())].word;
     const auto set = [](uint32_t& where, uint32_t value) {
       std::atomic_ref(where).store(value, std::memory_order_release);
     };
     const Arithmetic arithmetic{combineOf(DType::kFloat32, op), op == ReduceOp::kAvg, false,
                                 group_.size(), 1};
-    std::byte* mine = staging_.at(group_.rank());
+    const auto staging = [&](int r) {
+      return staging_.at(r) + static_cast<size_t>(step.half) * kElements * sizeof(float);
+    };
+    std::byte* mine = staging(group_.rank());
     switch (step.what) {
       case Do::kBegin:
         return set(own().busy, 1);
@@ -139,15 +139,16 @@ class Rank {
                         .outputs = {},
                         .arithmetic = arithmetic,
                         .abort = &own().abort};
-        for (int r = 0; r < group_.size(); ++r) lead.inputs[r] = lead.outputs[r] = staging_.at(r);
+        for (int r = 0; r < group_.size(); ++r) lead.inputs[r] = lead.outputs[r] = staging(r);
         return direct<E>(block, lead, 0, 1);
       }
       case Do::kDeliver:
-        deliver(block,
-                {mine, reinterpret_cast<std::byte*>(data), count * sizeof(float), &own().abort,
-                 &own().delivered, &local_, reinterpret_cast<std::byte*>(data),
-                 count * sizeof(float), poisonOf(DType::kFloat32)},
-                0, 1);
+        return deliver(block,
+                       {mine, reinterpret_cast<std::byte*>(data), count * sizeof(float),
+                        &own().abort, &own().delivered, &local_, reinterpret_cast<std::byte*>(data),
+                        count * sizeof(float), poisonOf(DType::kFloat32)},
+                       0, 1);
+      case Do::kEnd:
         return set(own().busy, 0);
     }
   }

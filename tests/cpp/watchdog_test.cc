@@ -325,6 +325,29 @@ TEST(a_root_that_sends_nothing_is_named) {
       named());
 }
 
+// Nor does a half of the root become free.
+TEST(a_reader_that_gives_no_credit_is_named) {
+  constexpr int kRoot = 0, kReader = 2;
+  ranks::inGroup(
+      3,
+      [](Group& group) {
+        Rank rank(group);
+        rank.watchdog().announce(
+            {.count = 7, .kind = Kind::kBroadcast, .dtype = DType::kInt8, .root = kRoot});
+        group.run({Barrier{}});
+        if (group.rank() == kRoot) {
+          std::atomic_ref(rank.own().words[wordIndex(Word::kFree, 1, kReader, 3)].word).store(0);
+          std::atomic_ref(rank.own().busy).store(1);
+        }
+        const Nanos timeout = group.rank() == kRoot ? 200 * kMillisecond : kLong;
+        rank.watchdog().track(timeout, [&] { return group.failed(); }, bucket);
+        while (!group.failed()) std::this_thread::yield();
+        CHECK(ranks::failureOf([&] { rank.watchdog().wait(kLong); }, "rank 2 (") ==
+              Failure::kTimeout);
+      },
+      named());
+}
+
 // What a kernel leaves behind when it gives up becomes the group's error.
 TEST(what_a_kernel_reports_is_raised) {
   ranks::inGroup(

@@ -216,7 +216,7 @@ TEST(elements_of_all_widths_are_moved) {
     }
 }
 
-// More than slots, and than the memory to be staged in has at a time; and many calls in a row.
+// More than slots, and than a half of the memory to be staged in; and many calls in a row.
 TEST(long_messages_and_many_calls) {
   for (bool kernels : {true, false}) {
     const Ranks ranks = ranksOf(2, kernels);

@@ -16,35 +16,33 @@ namespace ringreduce::cuda {
 
 // ---- steps into a stream
 
-// Performs this rank's steps of one schedule.
+// Performs this rank's steps of a call.
 struct HostCommunicator::State::Turn {
-  std::function<void()> stage;
-  std::function<void(Span elements)> lead;
-  DeliverCall deliver;
+  using Step = const ScheduleStep&;
+  std::function<void(Step)> stage, lead;
+  std::function<DeliverCall(Step)> deliver;
 };
 
 void HostCommunicator::State::put(const std::vector<ScheduleStep>& steps, const Turn& turn,
                                   cudaStream_t stream) {
   using Do = ScheduleStep::Do;
-  const int me = group->rank(), size = group->size();
   const auto address = [](uint32_t* word) { return reinterpret_cast<CUdeviceptr>(word); };
   const auto wordOf = [&](const ScheduleStep& step) {
-    HostState& at = *stateOnDevice(waiterOf(step.word, step.leader, step.rank));
-    return address(
-        &at.words[wordIndex(step.word, setterOf(step.word, step.leader, step.rank), size)].word);
+    HostState& at = *stateOnDevice(waiterOf(step));
+    return address(&at.words[wordIndex(step, group->size())].word);
   };
   const auto write = [&](CUdeviceptr word, uint32_t value) {
     cuda::check(driver().streamWriteValue32(stream, word, value, CU_STREAM_WRITE_VALUE_DEFAULT),
                 "put a write into a stream");
   };
-  const CUdeviceptr busy = address(&stateOnDevice(me)->busy);
+  const CUdeviceptr busy = address(&stateOnDevice(group->rank())->busy);
   for (const ScheduleStep& step : steps) {
     switch (step.what) {
       case Do::kBegin:
         write(busy, 1);
         break;
       case Do::kStage:
-        turn.stage();
+        turn.stage(step);
         break;
       case Do::kSet:
         write(wordOf(step), 1);
@@ -57,15 +55,17 @@ void HostCommunicator::State::put(const std::vector<ScheduleStep>& steps, const 
                     "put a wait into a stream");
         break;
       case Do::kLead:
-        turn.lead(step.elements);
+        turn.lead(step);
         break;
       case Do::kDeliver: {
-        const int blocks =
-            turn.deliver.from ? blocksToMove(turn.deliver.bytes, facts.multiprocessors) : 1;
-        launch(deliverKernel(), blocks, &turn.deliver, false, stream);
-        write(busy, 0);
+        const DeliverCall call = turn.deliver(step);
+        const int blocks = call.from ? blocksToMove(call.bytes, facts.multiprocessors) : 1;
+        launch(deliverKernel(), blocks, &call, false, stream);
         break;
       }
+      case Do::kEnd:
+        write(busy, 0);
+        break;
     }
   }
 }
@@ -126,147 +126,141 @@ std::optional<HostCommunicator::State::Places> HostCommunicator::State::placesOf
 void HostCommunicator::State::direct(const GpuAllReduce& call, cudaStream_t stream) {
   const std::optional<Places> registered_at = placesOf(call, stream);
   const bool staged = !registered_at;
-  Places buffers = registered_at.value_or(Places{});
-  if (staged) {
-    for (int r = 0; r < group->size(); ++r) buffers.in.push_back(staging->at(r));
-    buffers.out = buffers.in;
-  }
   const int me = group->rank(), size = group->size();
-  const auto mine = static_cast<size_t>(me);
   const size_t width = sizeOf(call.dtype);
-  // A part of the message that goes through the schedule at once.
-  const auto put = [&](size_t first, size_t count) {
-    const auto lead = [&](Span elements) {
-      if (elements.size == 0) return;
-      DirectCall adds{.size = size,
-                      .sinks = size,
-                      .chunk = Cut{call.count, size}.chunkSize(),
-                      .begin = first + elements.begin,
-                      .elements = elements.size,
-                      .first = first,
-                      .inputs = {},
-                      .outputs = {},
-                      .arithmetic = arithmeticOf(call.dtype, call.op, call.factor),
-                      .abort = &stateOnDevice(me)->abort};
-      std::copy(buffers.in.begin(), buffers.in.end(), adds.inputs);
-      std::copy(buffers.out.begin(), buffers.out.end(), adds.outputs);
-      launch(kernelsOf(call.dtype).direct,
-             blocksToMove(elements.size * width, facts.multiprocessors), &adds, false, stream);
-    };
-    DeliverCall deliver = deliverCall(call.output, call.count * width, call.dtype);
-    if (staged) {
-      deliver.from = buffers.out[mine];
-      deliver.to += first * width;
-      deliver.bytes = count * width;
-    }
-    const bool shared = count * width >= tuning.shared_lead;
-    State::put(directSchedule(me, size, count, schedules++, shared, staged),
-               {.stage = [&] { stage(call, first, buffers.in[mine], count, stream); },
-                .lead = lead,
-                .deliver = deliver},
-               stream);
+  const auto stage_piece = [&](const ScheduleStep& step) {
+    stage(call, step.piece.begin, stagedAt(step.half).base[me], step.piece.size, stream);
   };
-  dispatch(told(call, mixed(static_cast<uint64_t>(Choice::kDirect), buffers.hash)), stream,
+  const auto lead = [&](const ScheduleStep& step) {
+    if (step.elements.size == 0) return;
+    DirectCall adds{.size = size,
+                    .sinks = size,
+                    .chunk = Cut{call.count, size}.chunkSize(),
+                    .begin = step.elements.begin,
+                    .elements = step.elements.size,
+                    .first = step.piece.begin,
+                    .inputs = {},
+                    .outputs = {},
+                    .arithmetic = arithmeticOf(call.dtype, call.op, call.factor),
+                    .abort = &stateOnDevice(me)->abort};
+    const StagedAt halves = stagedAt(step.half);
+    for (int r = 0; r < size; ++r) {
+      const auto i = static_cast<size_t>(r);
+      adds.inputs[r] = staged ? halves.base[r] : registered_at->in[i];
+      adds.outputs[r] = staged ? halves.base[r] : registered_at->out[i];
+    }
+    launch(kernelsOf(call.dtype).direct,
+           blocksToMove(step.elements.size * width, facts.multiprocessors), &adds, false, stream);
+  };
+  const auto deliver = [&](const ScheduleStep& step) {
+    DeliverCall sums = deliverCall(call.output, call.count * width, call.dtype);
+    if (staged) {
+      sums.from = stagedAt(step.half).base[me];
+      sums.to += step.piece.begin * width;
+      sums.bytes = step.piece.size * width;
+    }
+    return sums;
+  };
+  const uint64_t places = registered_at ? registered_at->hash : 0;
+  dispatch(told(call, mixed(static_cast<uint64_t>(Choice::kDirect), places)), stream,
            [&](uint64_t) {
-             if (call.count == 0) return;
-             if (!staged) return put(0, call.count);
-             const size_t most = staging->bytes() / width / kChunkElements * kChunkElements;
-             for (size_t first = 0; first < call.count; first += most)
-               put(first, std::min(most, call.count - first));
+             const size_t most =
+                 staged ? halfOfStaging() / width / kChunkElements * kChunkElements : call.count;
+             const std::vector<Span> pieces = piecesOf(call.count, most);
+             const bool shared = call.count * width >= tuning.shared_lead;
+             put(directSchedule(me, size, pieces, schedules, shared, staged),
+                 {.stage = stage_piece, .lead = lead, .deliver = deliver}, stream);
+             schedules += pieces.size();
            });
 }
 
 // ---- the other calls, always through the staging memory
 
-StagedAt HostCommunicator::State::stagedAt() const {
+size_t HostCommunicator::State::halfOfStaging() const {
+  return staging->bytes() / kHalves;
+}
+
+StagedAt HostCommunicator::State::stagedAt(int half) const {
   StagedAt staged{.rank = group->rank(),
                   .size = group->size(),
                   .base = {},
                   .abort = &stateOnDevice(group->rank())->abort};
-  for (int r = 0; staging && r < staged.size; ++r) staged.base[r] = staging->at(r);
+  for (int r = 0; staging && r < staged.size; ++r)
+    staged.base[r] = staging->at(r) + static_cast<size_t>(half) * halfOfStaging();
   return staged;
 }
 
-namespace {
-
-// Pieces of [0, all) of at most `most` each.
-template <class Put>
-void inPieces(size_t all, size_t most, Put put) {
-  for (size_t i = 0; i * most < all; ++i) put(piece(all, most, i));
+void HostCommunicator::State::putOwn(const std::vector<Span>& pieces, int root, const Turn& turn,
+                                     cudaStream_t stream) {
+  put(ownSchedule(group->rank(), group->size(), pieces, schedules, root), turn, stream);
+  schedules += pieces.size();
 }
 
-}  // namespace
-
 void HostCommunicator::State::direct(const GpuReduceScatter& call, cudaStream_t stream) {
-  const StagedAt staged = stagedAt();
-  const size_t width = sizeOf(call.dtype);
-  std::byte* const own = staged.base[staged.rank];
-  const auto put = [&](Span piece) {
-    const auto stage_all = [&] {
-      stageParts(staged.size, call.count, piece, [&](size_t from, size_t to, size_t count) {
-        stage(call, from, own + to * width, count, stream);
-      });
-    };
-    const auto lead = [&](Span) {
-      const DirectCall adds = addParts(staged, call.output, call.count, piece, width,
-                                       arithmeticOf(call.dtype, call.op, call.factor));
-      launch(kernelsOf(call.dtype).direct, blocksToMove(piece.size * width, facts.multiprocessors),
-             &adds, false, stream);
-    };
-    State::put(ownSchedule(staged.rank, staged.size, kEverybody),
-               {.stage = stage_all,
-                .lead = lead,
-                .deliver = deliverCall(call.output, call.count * width, call.dtype)},
-               stream);
+  const size_t width = sizeOf(call.dtype), ranks = static_cast<size_t>(group->size());
+  const auto stage_parts = [&](const ScheduleStep& step) {
+    const StagedAt staged = stagedAt(step.half);
+    stageParts(staged.size, call.count, step.piece, [&](size_t from, size_t to, size_t count) {
+      stage(call, from, staged.base[staged.rank] + to * width, count, stream);
+    });
+  };
+  const auto lead = [&](const ScheduleStep& step) {
+    const DirectCall adds = addParts(stagedAt(step.half), call.output, call.count, step.piece,
+                                     width, arithmeticOf(call.dtype, call.op, call.factor));
+    launch(kernelsOf(call.dtype).direct,
+           blocksToMove(step.piece.size * width, facts.multiprocessors), &adds, false, stream);
+  };
+  const auto deliver = [&](const ScheduleStep&) {
+    return deliverCall(call.output, call.count * width, call.dtype);
   };
   dispatch(told(call), stream, [&](uint64_t) {
-    const size_t each = staging->bytes() / static_cast<size_t>(staged.size) / width;
-    inPieces(call.count, each / kChunkElements * kChunkElements, put);
+    const size_t most = halfOfStaging() / ranks / width / kChunkElements * kChunkElements;
+    putOwn(piecesOf(call.count, most), kEverybody,
+           {.stage = stage_parts, .lead = lead, .deliver = deliver}, stream);
   });
 }
 
 void HostCommunicator::State::direct(const GpuAllGather& call, cudaStream_t stream) {
-  const StagedAt staged = stagedAt();
   const size_t part = call.count * sizeOf(call.dtype);
-  const auto gather = [&](Span piece) {
-    carry(gatherParts(staged, call.input, call.output, part, piece), call.dtype, stream);
+  const auto gather = [&](int half, Span piece) {
+    carry(gatherParts(stagedAt(half), call.input, call.output, part, piece), call.dtype, stream);
   };
-  const auto put = [&](Span piece) {
-    const auto* from = static_cast<const std::byte*>(call.input) + piece.begin;
-    State::put(
-        ownSchedule(staged.rank, staged.size, kEverybody),
-        {.stage =
-             [&] {
-               carry(carryOne(staged, from, staged.base[staged.rank], piece.size), call.dtype,
-                     stream);
-             },
-         .lead = [&](Span) { gather(piece); },
-         .deliver = deliverCall(call.output, static_cast<size_t>(staged.size) * part, call.dtype)},
-        stream);
+  const auto stage_part = [&](const ScheduleStep& step) {
+    const StagedAt staged = stagedAt(step.half);
+    const auto* from = static_cast<const std::byte*>(call.input) + step.piece.begin;
+    carry(carryOne(staged, from, staged.base[staged.rank], step.piece.size), call.dtype, stream);
+  };
+  const auto deliver = [&](const ScheduleStep&) {
+    return deliverCall(call.output, static_cast<size_t>(group->size()) * part, call.dtype);
   };
   dispatch(told(call), stream, [&](uint64_t) {
-    if (staged.size == 1) return gather({0, part});
-    inPieces(part, staging->bytes() / kLine * kLine, put);
+    if (group->size() == 1) return gather(0, {0, part});
+    putOwn(piecesOf(part, halfOfStaging() / kLine * kLine), kEverybody,
+           {.stage = stage_part,
+            .lead = [&](const ScheduleStep& step) { gather(step.half, step.piece); },
+            .deliver = deliver},
+           stream);
   });
 }
 
 void HostCommunicator::State::direct(const GpuBroadcast& call, cudaStream_t stream) {
-  const StagedAt staged = stagedAt();
   const size_t all = call.count * sizeOf(call.dtype);
-  std::byte* const roots = staged.base[call.root];
-  const auto put = [&](Span piece) {
-    std::byte* const data = static_cast<std::byte*>(call.data) + piece.begin;
-    // The root's own elements are never written.
-    State::put(
-        ownSchedule(staged.rank, staged.size, call.root),
-        {.stage = [&] { carry(carryOne(staged, data, roots, piece.size), call.dtype, stream); },
-         .lead =
-             [&](Span) { carry(carryOne(staged, roots, data, piece.size), call.dtype, stream); },
-         .deliver = deliverCall(call.data, staged.rank == call.root ? 0 : all, call.dtype)},
-        stream);
+  const auto move = [&](const ScheduleStep& step) {
+    const StagedAt staged = stagedAt(step.half);
+    std::byte* const data = static_cast<std::byte*>(call.data) + step.piece.begin;
+    std::byte* const roots = staged.base[call.root];
+    const bool stages = staged.rank == call.root;
+    carry(carryOne(staged, stages ? data : roots, stages ? roots : data, step.piece.size),
+          call.dtype, stream);
   };
-  dispatch(told(call), stream,
-           [&](uint64_t) { inPieces(all, staging->bytes() / kLine * kLine, put); });
+  // The root's own elements are never written.
+  const auto deliver = [&](const ScheduleStep&) {
+    return deliverCall(call.data, group->rank() == call.root ? 0 : all, call.dtype);
+  };
+  dispatch(told(call), stream, [&](uint64_t) {
+    putOwn(piecesOf(all, halfOfStaging() / kLine * kLine), call.root,
+           {.stage = move, .lead = move, .deliver = deliver}, stream);
+  });
 }
 
 // ---- registered buffers

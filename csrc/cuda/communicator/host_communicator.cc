@@ -133,7 +133,7 @@ HostCommunicator::State::State(std::shared_ptr<Group> of, int on, const Communic
   setting.all_to_all = memory->access() != MemoryAccess::kHost;
   tuning = tune(setting);
   if (setting.ranks_on_device > 1 || !setting.run_at_once || options.algorithm == Choice::kDirect)
-    staging = std::make_unique<PeerMemory>(*group, device, kStagingBytes, options.access);
+    staging = std::make_unique<PeerMemory>(*group, device, kHalves * kStagingBytes, options.access);
 
   agreeOnStatus(*group, [&] {
     constexpr size_t kBytes = roundUp(sizeof(DeviceComm), kLine) + sizeof(Local);

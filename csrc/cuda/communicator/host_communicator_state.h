@@ -114,7 +114,9 @@ struct HostCommunicator::State {
   void direct(const GpuBroadcast& call, cudaStream_t stream);
   void put(const std::vector<ScheduleStep>& steps, const Turn& turn, cudaStream_t stream);
   DeliverCall deliverCall(void* output, size_t bytes, DType dtype) const;
-  StagedAt stagedAt() const;
+  void putOwn(const std::vector<Span>& pieces, int root, const Turn& turn, cudaStream_t stream);
+  size_t halfOfStaging() const;
+  StagedAt stagedAt(int half) const;
   // Copies this rank's inputs to memory that peers read, and scales them for PREMUL_SUM.
   template <class Call>
   void stage(const Call& call, size_t first, std::byte* to, size_t count, cudaStream_t stream);
@@ -150,7 +152,8 @@ struct HostCommunicator::State {
     bool is_captured = false;  // a CUDA graph may use it at any time
   };
   std::map<uintptr_t, Registered> registered;
-  uint64_t registrations = 0, schedules = 0;
+  uint64_t registrations = 0;
+  uint64_t schedules = 0;  // pieces of direct schedules so far
 
   std::mutex calls;  // one at a time puts work into streams
   CallOrder order{device};

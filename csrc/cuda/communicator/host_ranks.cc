@@ -19,7 +19,10 @@ uint32_t get(uint32_t& word) {
 }  // namespace
 
 HostRanks::HostRanks(const Group& group, std::vector<HostState*> states)
-    : group_(group), states_(std::move(states)), compared_(states_.size()) {}
+    : group_(group), states_(std::move(states)), compared_(states_.size()) {
+  for (int half = 0; half < kHalves; ++half)
+    for (int r = 0; r < group_.size(); ++r) set(wordOf(Word::kFree, half, r), 1);
+}
 
 void HostRanks::announce(const OpSignature& what) {
   own().announcements[what.sequence % kRemembered].set(what);
@@ -96,13 +99,14 @@ Finding HostRanks::blameForDelay(const OpSignature& what, int waited_for) const 
 }
 
 // The rank whose word this rank's stream waits for, or else any other.  In a broadcast all ranks
-// wait for the root, and the root until they have read its data.
+// wait for the root, and the root until they have read what it staged before.  A rank that came set
+// `ready`, and one that is through with this rank's half set `free`.
 int HostRanks::missingWord(const OpSignature& what) const {
-  const bool is_root = what.root == group_.rank();
-  if (what.root != kNoRoot && !is_root) return what.root;
-  for (Word word : {Word::kReady, Word::kDone})
-    for (int r = 0; r < group_.size() && !(is_root && word == Word::kReady); ++r)
-      if (r != group_.rank() && get(own().words[wordIndex(word, r, group_.size())].word) == 0)
+  if (what.root != kNoRoot && what.root != group_.rank()) return what.root;
+  for (int half = 0; half < kHalves; ++half)
+    for (int r = 0; r < group_.size(); ++r)
+      if (r != group_.rank() && get(wordOf(Word::kReady, half, r)) == 0 &&
+          get(wordOf(Word::kFree, half, r)) == 0)
         return r;
   return (group_.rank() + 1) % group_.size();
 }

@@ -55,8 +55,8 @@ struct HostState {
   AbortFlag abort;
 
   // The owner's stream sets it to 1 when a direct schedule begins and to 0 when it ends;
-  // `delivered` counts the ends.  Replayed CUDA graphs do so too, so their deadlines are kept as
-  // well.
+  // `delivered` counts the pieces that came to their end.  Replayed CUDA graphs do so too, so their
+  // deadlines are kept as well.
   alignas(kLine) uint32_t busy;
   alignas(kLine) uint64_t delivered;
 
@@ -67,7 +67,7 @@ struct HostState {
   struct alignas(kLine) Line {
     uint32_t word;
   };
-  Line words[2 * kMostRanks];
+  Line words[kHalves * 2 * kMostRanks];
 
   // The number of the owner's calls, and of those that have left its streams and no longer touch
   // memory of other ranks.
@@ -83,7 +83,7 @@ static_assert(static_cast<int32_t>(kReleased - 1) >= 0);
 // always exact.
 class HostRanks final : public WatchedRanks {
  public:
-  // `states` by rank.
+  // `states` by rank.  Both halves of this rank are free now.
   HostRanks(const Group& group, std::vector<HostState*> states);
 
   void announce(const OpSignature& what) override;
@@ -102,6 +102,10 @@ class HostRanks final : public WatchedRanks {
  private:
   HostState& state(int rank) const { return *states_[static_cast<size_t>(rank)]; }
   HostState& own() const { return state(group_.rank()); }
+  // A word that this rank waits for and `setter` sets.
+  uint32_t& wordOf(Word word, int half, int setter) const {
+    return own().words[wordIndex(word, half, setter, group_.size())].word;
+  }
   OpSignature announcementOf(int rank, uint64_t number) const {
     return state(rank).announcements[number % kRemembered].get();
   }

@@ -3,26 +3,52 @@
 // Without MPS, processes that share a GPU take turns on it: a kernel that waits for a flag of
 // another process keeps that process from setting it for a whole time slice.  So here no kernel
 // waits. The streams do, for words in the hosts' memory, and the work is done by leaders, whose
-// kernels (stream_kernels.h) read and write the memory of all ranks.  Two signals in all: every
-// rank tells the leaders that its input is there, and the leaders tell every rank that the sums
-// are.
+// kernels (stream_kernels.h) read and write the memory of all ranks.  A wait for another process
+// costs a turn, a hand-off, so ranks wait as seldom as can be.
 //
 // The schedule of a rank is data, a list of steps to be put into its stream in this order; threads
 // of a test run the same list.
 //
-// Words.  For each ordered pair of a leader and a rank there are two, `ready` and `done`, each set
-// to 1 by one side and back to 0 by the one that waited for it: a stream's wait compares with a
-// value that is fixed when a CUDA graph is captured, so a counter would not do.  Each is 0 again
-// before it can be set anew: a rank sets `ready` for its next call only after `done`, which its
-// leader sets after it has taken `ready` back; and a leader sets `done` only after the next
-// `ready`, which that rank sets after it has taken `done` back.
+// Halves.  A rank's staging memory has two halves.  A message goes through them in pieces, one
+// after the other and over calls of all kinds: piece n of the communicator's life takes half n % 2
+// of all ranks.  The next piece is staged before a piece is led, so ranks that take turns do two of
+// them in a turn.
+//
+// Words.  For each half and each ordered pair of a leader and another rank, the owner of memory
+// that the leader touches, there are two:
+// - `ready`, 0 at first.  The owner sets it to 1 when its half is filled.  The leader waits for it
+//   and takes it back to 0.
+// - `free`, 1 at first.  The owner waits for it and takes it before it fills the half.  The leader
+//   sets it to 1 when it touches the half no more.
+//
+// The owner awaits `free` of *all* other ranks before it fills a half, since any of them may have
+// been its leader the last time, and takes those of this piece's leaders.  So `free` is a credit.
+// In a reduce-scatter, an all-gather and a broadcast the owner sets `ready` and is done: leaders
+// give the credit back when they come to it, and a rank waits only if it is two pieces ahead.  A
+// broadcast costs its root no hand-off.  In an all-reduce leaders write the sums to the halves, or
+// to registered buffers, and the owner awaits `free` again, without taking it, before it delivers.
+//
+// Each word alternates.  `free` is taken by its only waiter, after it has seen it, and set by a
+// leader that has taken `ready`, which was set after `free` was taken.  `ready` is set by an owner
+// that has seen `free`, which the leader sets after it has taken the last `ready`.
+//
+// Graphs.  A stream's wait compares with a value that is fixed when a CUDA graph is captured, so
+// words are set and taken and do not count.  A piece uses the words of its half only, and leaves
+// them as it found them once all ranks have done it.  So graphs may be replayed in any order and
+// any number of times, if all ranks do the same: it does not matter whose piece had the half
+// before, and two pieces in a row may take the same half.
+//
+// Failures.  A host that learns of one first sets the abort flags of all ranks, after which kernels
+// write nothing but poison, and then the words that its own stream waits for, `free` too
+// (HostRanks::release).  So nobody waits for a dead rank, no half is filled that a late leader may
+// still read, and outputs of calls that had not ended are poisoned.  A root whose call has ended
+// learns by its next calls that a reader never came.
 //
 // An all-reduce has one leader, or as many as there are ranks where there is enough to share out.
-// Which rank leads rotates with the calls, so that the work of many small ones is shared out too.
+// Which rank leads rotates with the pieces, so that the work of many small ones is shared out too.
 //
-// In the other calls each rank leads for itself: it reads the other ranks' memory and writes its
-// own output.  `done` then tells a rank that its memory was read and may be written again.  In a
-// broadcast only the root is read, and the root leads nothing.
+// In the other calls each rank leads for itself: it reads the other ranks' halves and writes its
+// own output.  In a broadcast only the root is read, and the root leads nothing.
 #pragma once
 
 #include <cstddef>
@@ -34,43 +60,54 @@
 
 namespace ringreduce::cuda {
 
-// Which of a leader's words.
-enum class Word : uint8_t { kReady, kDone };
+// Which word of a leader and an owner.
+enum class Word : uint8_t { kReady, kFree };
+inline constexpr int kHalves = 2;
 
 struct ScheduleStep {
   enum class Do : uint8_t {
     kBegin,    // tell this rank's own host that its stream has come here
-    kStage,    // copy the input into memory that the leaders map
+    kStage,    // copy a piece of the input into the half, which the leaders map
     kSet,      // the word becomes 1
     kAwait,    // the stream waits for the word to be 1
     kTake,     // the word becomes 0
     kLead,     // a leader's kernel: adds, or carries
-    kDeliver,  // copy the sums to the output, or poison them
+    kDeliver,  // copy the piece's sums to the output, or poison it
+    kEnd,      // tell this rank's own host that the call is over
   };
   Do what;
   Word word = Word::kReady;
-  int leader = 0, rank = 0;  // whose word
-  Span elements{};           // kLead, of an all-reduce: of the message
+  int leader = 0, owner = 0;  // whose word
+  int half = 0;
+  Span piece{};     // of the message
+  Span elements{};  // kLead, of an all-reduce: what this leader adds of it
 };
 
-// Where a word lies in its waiter's page of words: a leader waits for `ready`, a rank for `done`.
-constexpr int waiterOf(Word word, int leader, int rank) {
-  return word == Word::kReady ? leader : rank;
+// Where a word lies in its waiter's page of words: a leader waits for `ready`, an owner for `free`.
+constexpr int waiterOf(const ScheduleStep& step) {
+  return step.word == Word::kReady ? step.leader : step.owner;
 }
-constexpr int setterOf(Word word, int leader, int rank) {
-  return word == Word::kReady ? rank : leader;
+constexpr size_t wordIndex(Word word, int half, int setter, int size) {
+  const int place = half * 2 + static_cast<int>(word);
+  return static_cast<size_t>(place * size + setter);
 }
-constexpr size_t wordIndex(Word word, int setter, int size) {
-  return static_cast<size_t>(word) * static_cast<size_t>(size) + static_cast<size_t>(setter);
+constexpr size_t wordIndex(const ScheduleStep& step, int size) {
+  return wordIndex(step.word, step.half, step.word == Word::kReady ? step.owner : step.leader,
+                   size);
 }
 
-// The schedule of `rank` for the call with this number.  `staged`: inputs are not where leaders can
-// read them.  `shared`: there is enough for every rank to lead a part.
-std::vector<ScheduleStep> directSchedule(int rank, int size, size_t count, uint64_t call,
-                                         bool shared, bool staged);
+// [0, all) in pieces of at most `most` each.
+std::vector<Span> piecesOf(size_t all, size_t most);
+
+// The schedule of `rank` for a call with these pieces, before which all calls had `first`.
+// `staged`: inputs are not where leaders can read them.  `shared`: there is enough for every rank
+// to lead a part.
+std::vector<ScheduleStep> directSchedule(int rank, int size, const std::vector<Span>& pieces,
+                                         uint64_t first, bool shared, bool staged);
 
 // The same where each rank leads for itself.  All ranks stage data, or `root` alone if it is not
 // kEverybody.
-std::vector<ScheduleStep> ownSchedule(int rank, int size, int root);
+std::vector<ScheduleStep> ownSchedule(int rank, int size, const std::vector<Span>& pieces,
+                                      uint64_t first, int root);
 
 }  // namespace ringreduce::cuda

@@ -93,7 +93,8 @@ struct Tuning {
 inline constexpr size_t kRingBudget = size_t{16} << 20;
 inline constexpr size_t kPushBudget = size_t{64} << 20;
 
-// Staging memory of a rank that takes the direct schedule.  Longer messages go in pieces of this.
+// Each half of the staging memory of a rank that takes the direct schedule.  Longer messages go in
+// pieces of this.
 inline constexpr size_t kStagingBytes = size_t{32} << 20;
 
 // The longest message that may go by LL.

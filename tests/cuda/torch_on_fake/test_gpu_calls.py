@@ -76,6 +76,35 @@ def test_every_algorithm_has_the_cpus_bits(machine: Machine, algorithm: str) -> 
     machine.run(large, 2, RINGREDUCE_CUDA_ALGORITHM=algorithm)
 
 
+def in_pieces(me: Rank) -> None:
+    """Messages that go through both halves of the staging memory several times."""
+    device, P, n = use_gpu(me), me.world_size, 9 << 20
+    for values in ("sums", "parts", "all", "root's"):
+        length = 3 * n if values in ("sums", "root's") else n * P if values == "parts" else n
+        mine = torch.arange(length, dtype=torch.int32).remainder(1009 + me.rank)
+        of_all = [torch.arange(length, dtype=torch.int32).remainder(1009 + r) for r in range(P)]
+        gpu = mine.to(device)
+        if values == "sums":
+            dist.all_reduce(gpu)
+            wanted = sum(of_all[1:], of_all[0])
+        elif values == "parts":
+            part = gpu.new_empty(n)
+            dist.reduce_scatter_tensor(part, gpu)
+            gpu, wanted = part, sum(of_all[1:], of_all[0])[n * me.rank :][:n]
+        elif values == "all":
+            gathered = gpu.new_empty(n * P)
+            dist.all_gather_into_tensor(gathered, gpu)
+            gpu, wanted = gathered, torch.cat(of_all)
+        else:
+            dist.broadcast(gpu, 1)
+            wanted = of_all[1]
+        assert torch.equal(gpu.cpu(), wanted), values
+
+
+def test_long_messages_go_in_pieces(machine: Machine) -> None:
+    machine.run(in_pieces, 2, RINGREDUCE_CUDA_ALGORITHM="direct")
+
+
 def every_call(me: Rank) -> None:
     device = use_gpu(me)
     for call in CALLS:

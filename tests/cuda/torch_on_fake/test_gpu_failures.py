@@ -26,6 +26,8 @@ def loop(me: Rank, style: str) -> None:
     for k in range(10**9):
         if style == "staged":
             dist.reduce(x, 0)
+        elif style == "broadcast":  # its root waits for credits of the killed rank
+            dist.broadcast(x, 0)
         else:
             work = dist.all_reduce(x, dist.ReduceOp.MAX, async_op=style == "async")
             if work is not None:
@@ -35,7 +37,7 @@ def loop(me: Rank, style: str) -> None:
             me.tell("flowing")
 
 
-@pytest.mark.parametrize("style", ["blocking", "async", "staged", "launch blocking"])
+@pytest.mark.parametrize("style", ["blocking", "async", "staged", "broadcast", "launch blocking"])
 def test_a_killed_rank_is_named(machine: Machine, style: str) -> None:
     # The host then waits in a launch until the other ranks have come.
     env = {"CUDA_LAUNCH_BLOCKING": "1"} if style == "launch blocking" else {}

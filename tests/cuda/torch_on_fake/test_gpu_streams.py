@@ -268,6 +268,32 @@ def test_a_group_leaves_captures_of_other_threads_alone(machine: Machine, what: 
     machine.start(beside_a_capture, 2, what, fresh=True).results(60)
 
 
+def ahead(me: Rank) -> None:
+    """A root's broadcasts are over while its reader's stream stands still."""
+    device = ready(me)
+    works = [torch.full((5000,), me.rank + 1.0 + 10 * k, device=device) for k in range(2)]
+    torch.cuda.synchronize()
+    gate = Gate() if me.rank == 1 else None
+    for x in works:
+        dist.broadcast(x, 0)
+    if gate is None:
+        torch.cuda.synchronize()
+        me.tell("sent")
+    else:
+        assert not torch.cuda.current_stream().query()
+        me.hear()
+        gate.open()
+    for k, x in enumerate(works):
+        assert x.cpu().tolist() == [1.0 + 10 * k] * 5000
+
+
+def test_a_root_does_not_wait_for_its_readers(machine: Machine) -> None:
+    call = machine.start(ahead, 2)
+    assert call.heard(0) == "sent"
+    call.tell(1)
+    call.results()
+
+
 def several_streams(me: Rank) -> None:
     device = ready(me)
     streams = [torch.cuda.Stream() for _ in range(4)]
