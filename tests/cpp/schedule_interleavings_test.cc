@@ -243,7 +243,8 @@ TEST(all_executions_of_long_direct_schedules_are_in_order) {
                                            .staged = (kinds & 2) != 0,
                                            .first = ~uint64_t{0} - 3,
                                            .in_place = (kinds & 4) != 0,
-                                           .alternates = (kinds & 8) != 0}));
+                                           .alternates = (kinds & 8) != 0,
+                                           .pieces = 1 + static_cast<size_t>(kinds) % 3}));
       CHECK_EQ(proof.wrong, "");
       CHECK(proof.races.empty());
     }
@@ -251,30 +252,33 @@ TEST(all_executions_of_long_direct_schedules_are_in_order) {
 
 TEST(all_executions_of_long_schedules_of_all_kinds_are_in_order) {
   for (int ranks = 2; ranks <= 8; ++ranks)
-    for (const bool shared : {false, true}) {
+    for (const int kinds : {0, 1, 2, 3, 4, 5}) {
       std::vector<int> own{kEverybody, kAllReduces, kEverybody, kEverybody};
       for (int r = 0; r < ranks; ++r) own.insert(own.end(), {r, r, kAllReduces});
       const Order proof = order(programOf({.ranks = ranks,
                                            .calls = static_cast<int>(own.size()) + 3,
-                                           .shared = shared,
+                                           .shared = kinds % 2 == 1,
                                            .staged = true,
                                            .alternates = true,
-                                           .own = own}));
+                                           .own = own,
+                                           .pieces = 1 + static_cast<size_t>(kinds) / 2}));
       CHECK_EQ(proof.wrong, "");
       CHECK(proof.races.empty());
     }
 }
 
 TEST(every_state_of_messages_in_pieces) {
-  for (const int root : {kAllReduces, kEverybody, 1})
-    for (const size_t pieces : {2, 3, 4, 5})
-      for (int ranks = 2; ranks <= (pieces <= 3 ? 3 : 2); ++ranks)
-        holds("in pieces", programOf({.ranks = ranks,
-                                      .calls = 1,
-                                      .shared = true,
-                                      .staged = true,
-                                      .own = {root},
-                                      .pieces = pieces}));
+  for (const bool shared : {true, false})
+    for (const int root : {kAllReduces, kEverybody, 1})
+      for (const size_t pieces : {2, 3, 4, 5})
+        for (int ranks = 2; ranks <= (pieces <= 3 ? 3 : 2); ++ranks)
+          if (shared || root == kAllReduces)
+            holds("in pieces", programOf({.ranks = ranks,
+                                          .calls = 1,
+                                          .shared = shared,
+                                          .staged = true,
+                                          .own = {root},
+                                          .pieces = pieces}));
   // A graph whose call has three pieces, replayed: the last and the first have the same half.
   for (const int root : {kAllReduces, kEverybody, 0})
     holds("replayed", programOf({.ranks = 2,
@@ -291,6 +295,15 @@ TEST(a_broadcast_costs_its_root_no_hand_off) {
     for (const int stops :
          stopsOf({.ranks = ranks, .calls = 20, .shared = true, .staged = true, .own = {0}}, true))
       CHECK_EQ(stops, 0);
+}
+
+// All that a call of one piece costs two ranks: who comes first waits for the other's turn.
+TEST(an_all_reduce_that_one_rank_leads_costs_two_ranks_one_hand_off) {
+  for (const bool shared : {false, true}) {
+    const std::vector<int> stops =
+        stopsOf({.ranks = 2, .calls = 20, .shared = shared, .staged = true}, false);
+    CHECK_EQ(stops[0] + stops[1], shared ? 40 : 21);
+  }
 }
 
 // Beside pieces that are whole schedules, one behind the other.

@@ -91,6 +91,25 @@ TEST(kernels_that_a_gpu_would_end_do_not_wait_for_peers) {
   }
 }
 
+// A part for each would cost ranks that take turns on a GPU a turn more.
+TEST(one_rank_leads_where_all_take_turns_on_one_gpu) {
+  const auto leads = [](int gpus, bool together) {
+    fake::machine().gpus = gpus;
+    peers::run(As::kThreads, 2, [&](Group& group, int) {
+      const int device = group.rank() % gpus;
+      const auto comm = cuda::HostCommunicator::create(
+          group.shared_from_this(), device,
+          {.algorithm = cuda::Choice::kDirect, .access = {}, .together = together});
+      const bool one = gpus == 1 && !together;
+      CHECK_EQ(comm->tuning().shared_lead, one ? SIZE_MAX : size_t{1} << 20);
+      group.run({Barrier{}});
+    });
+  };
+  leads(1, false);
+  leads(1, true);
+  leads(2, false);
+}
+
 // Without this, buckets would silently go by slots again.
 TEST(large_buckets_of_gradients_go_without_copies_where_gpus_are_linked) {
   fake::machine().gpus = 3;

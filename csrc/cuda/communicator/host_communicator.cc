@@ -55,6 +55,7 @@ Setting settingOf(const std::vector<Introduction>& all) {
     });
     const int same = std::max(static_cast<int>(in_group), one.ranks_on_device);
     setting.ranks_on_device = std::max(setting.ranks_on_device, same);
+    setting.on_one_gpu = static_cast<size_t>(in_group) == all.size();
     setting.multiprocessors = std::min(setting.multiprocessors, one.multiprocessors);
     // A kernel has a block at least, and a multiprocessor takes two.
     if (same > 1 && (!one.runs_together || same > 2 * one.multiprocessors))

@@ -44,8 +44,10 @@
 // still read, and outputs of calls that had not ended are poisoned.  A root whose call has ended
 // learns by its next calls that a reader never came.
 //
-// An all-reduce has one leader, or as many as there are ranks where there is enough to share out.
-// Which rank leads rotates with the pieces, so that the work of many small ones is shared out too.
+// An all-reduce has one leader, or as many as there are ranks where there is enough to share out
+// and ranks have more than one GPU.  On one, several leaders would keep each other waiting for a
+// turn more.  Which rank leads rotates with the pieces, so that the work of many small ones is
+// shared out too.
 //
 // In the other calls each rank leads for itself: it reads the other ranks' halves and writes its
 // own output.  In a broadcast only the root is read, and the root leads nothing.

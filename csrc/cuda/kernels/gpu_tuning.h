@@ -59,6 +59,7 @@ struct Setting {
   int ranks = 2;
   int multiprocessors = 132;
   int ranks_on_device = 1;  // that share the busiest GPU
+  bool on_one_gpu = false;  // all ranks of the group are
   // Kernels of all ranks may wait for each other: those that share a GPU are of one process or of
   // MPS, and no GPU ends kernels that run for long.
   bool run_at_once = true;
@@ -144,7 +145,8 @@ constexpr Tuning tune(const Setting& s) {
           .ll_most = ll_most,
           // Below, one-shot or a copy in the caches costs less than a read over a link.
           .zero_copy_least = std::max(one_shot_most, size_t{256} << 10),
-          .shared_lead = size_t{1} << 20};
+          // Where ranks take turns on one GPU, a part for each would cost a turn for each.
+          .shared_lead = s.on_one_gpu && !s.run_at_once ? SIZE_MAX : size_t{1} << 20};
 }
 
 constexpr DeviceAlgorithm chooseKernel(const Tuning& t, size_t bytes) {
