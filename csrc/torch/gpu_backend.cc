@@ -136,6 +136,11 @@ bool isDrained(const c10::Stream& stream) {
   return stream.query();
 }
 
+bool isCaptured(const c10::Stream& stream) {
+  const c10::StreamGuard on(stream);
+  return isCapturing(stream.device());
+}
+
 // torch's handle on an operation that was put into a stream: the contract of ProcessGroupNCCL.
 //
 // Nothing waits on the host, unless `wait` is given a timeout: it lets the caller's current stream
@@ -496,16 +501,27 @@ std::vector<c10::Device> GpuBackend::devices() const {
   return all;
 }
 
+// Never recorded, and so reached, if there are none, or they are captured.
+c10::Event GpuBackend::endOfCalls(c10::Device device) const {
+  const std::lock_guard lock(mutex_);
+  c10::Event end(device.type());
+  const auto known = contexts_.find(device.index());
+  if (known != contexts_.end() && !isCaptured(known->second->stream))
+    end.record(known->second->stream);
+  return end;
+}
+
 void GpuBackend::drain(Group& group, std::optional<c10::Device> only, Nanos timeout,
                        const char* failed) {
   if (forkGeneration() != generation_) return;  // a child cannot use the parent's GPUs
   const Nanos deadline = withWatchdogsTurn(timeout);
+  const auto told = [&](const std::string& why) { group.abort(why); };
   for (const c10::Device& device : only ? std::vector{*only} : devices()) {
     const c10::Stream stream = guardOf(device).getStream(device);
     if (isCapturing(device)) continue;
+    const c10::Event calls = orAbort([&] { return endOfCalls(device); }, told);
     const auto is_drained = [&] {
-      return orAbort([&] { return isDrained(stream); },
-                     [&](const std::string& why) { group.abort(why); });
+      return orAbort([&] { return isDrained(stream) && isReached(calls); }, told);
     };
     for (Nanos look = now() + kLook; !is_drained();) {
       std::this_thread::sleep_for(std::chrono::microseconds(50));

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <c10/core/Device.h>
+#include <c10/core/Event.h>
 #include <c10/core/Storage.h>
 #include <c10/core/Stream.h>
 
@@ -72,9 +73,9 @@ class GpuBackend final : public c10d::Backend {
   void setTimeout(std::chrono::milliseconds timeout) override;
   void abort() override;
   void shutdown() override;
-  // Waits for the current stream of GPU `only`, or those of all GPUs that the group has used,
-  // unless they are captured.  Throws Error if the group fails or `timeout` is over meanwhile; it
-  // `failed` then, as its text says: "did not enter a barrier".
+  // Waits for the current stream of GPU `only`, or those of all GPUs that the group has used, and
+  // for asynchronous calls so far, unless they are captured.  Throws Error if the group fails or
+  // `timeout` is over meanwhile; it `failed` then, as its text says: "did not enter a barrier".
   void drain(Group& group, std::optional<c10::Device> only, Nanos timeout, const char* failed);
   // Waits until the group's queue is empty, then as `drain`, and then for all calls of
   // communicators, in whatever stream they are.  Throws the group's error if there is one by then,
@@ -102,7 +103,8 @@ class GpuBackend final : public c10d::Backend {
   // Puts an operation into the current stream, which is `stream`.
   using Put = std::function<void(cuda::GpuCommunicator&, const c10::Stream&)>;
 
-  std::vector<c10::Device> devices() const;  // that the group has used
+  std::vector<c10::Device> devices() const;         // that the group has used
+  c10::Event endOfCalls(c10::Device device) const;  // of asynchronous ones so far
   using Contexts = std::map<c10::DeviceIndex, std::shared_ptr<DeviceContext>>;
   Contexts contexts() const;
   // The caller keeps it alive, even if the group shuts down meanwhile.

@@ -385,8 +385,9 @@ Backend::WorkPtr Backend::alltoall(Tensors& outputs, Tensors& inputs,
 
 // ---- barriers
 
-// It also waits for all work in the GPU's current stream, so also for the calls whose Works were
-// waited for.  torch names a GPU only if its caller does, or if the group has no CPU.
+// It also waits for all work in the GPU's current stream and for the calls that communicators
+// perform, whether their Works were waited for or not.  torch names a GPU only if its caller does,
+// or if the group has no CPU.
 Backend::WorkPtr Backend::barrier(const c10d::BarrierOptions& options) {
   return translated([&] {
     const std::shared_ptr<Group> group = this->group();

@@ -191,6 +191,22 @@ def test_a_barrier_waits_for_the_gpu(machine: Machine, native: bool) -> None:
     machine.run(drained, 2, native)
 
 
+def drained_calls(me: Rank) -> None:
+    """Of a call that nobody has waited for, and that the current stream does not follow."""
+    x = torch.ones(8, device=ready(me))
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        gate = Gate()
+        work = dist.all_reduce(x, async_op=True)
+    threading.Timer(0.3, gate.open).start()
+    dist.barrier()
+    assert work.is_completed()
+
+
+def test_a_barrier_waits_for_asynchronous_calls(machine: Machine) -> None:
+    machine.run(drained_calls, 2)
+
+
 def drained_beside_a_capture(me: Rank) -> None:
     ready(me)
     graph, begun, over = torch.cuda.CUDAGraph(), threading.Event(), threading.Event()
@@ -202,8 +218,10 @@ def drained_beside_a_capture(me: Rank) -> None:
         with torch.cuda.stream(torch.cuda.Stream()):
             graph.capture_begin()
             x.copy_(y)
+            work = dist.all_reduce(x, async_op=True)
             begun.set()
             over.wait(30)
+            work.wait()
             graph.capture_end()
 
     thread = threading.Thread(target=capture)
@@ -216,7 +234,7 @@ def drained_beside_a_capture(me: Rank) -> None:
     thread.join()
     graph.replay()
     torch.cuda.synchronize()
-    assert x.cpu().tolist() == [1.0] * 8
+    assert x.cpu().tolist() == [float(me.world_size)] * 8
 
 
 def test_a_barrier_leaves_captures_of_other_threads_alone(machine: Machine) -> None:
