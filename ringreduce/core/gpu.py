@@ -14,6 +14,8 @@ import functools
 import json
 import logging
 import os
+import secrets
+import uuid
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -62,21 +64,28 @@ def loaded_nccl() -> Version | None:
     return None
 
 
-class _Nvml:
-    """The driver's library of management, which makes no CUDA context.
+class _Library:
+    """One of the driver's libraries.
 
     Raises:
         OSError: there is none, or it does not answer.
     """
 
-    def __init__(self) -> None:
-        self._library = ctypes.CDLL("libnvidia-ml.so.1")
-        self._ask("nvmlInit_v2")
+    def __init__(self, name: str) -> None:
+        self._library = ctypes.CDLL(name)
 
     def _ask(self, function: str, *arguments: Any) -> None:
         status = getattr(self._library, function)(*arguments)
         if status != 0:
             raise OSError(f"{function} returned {status}")
+
+
+class _Nvml(_Library):
+    """That of management, which knows the GPUs of the host.  Containers may be without it."""
+
+    def __init__(self) -> None:
+        super().__init__("libnvidia-ml.so.1")
+        self._ask("nvmlInit_v2")
 
     def _uuid(self, find: str, by: Any) -> str:
         gpu, text = ctypes.c_void_p(), ctypes.create_string_buffer(96)
@@ -104,34 +113,69 @@ class _Nvml:
         return self._uuid("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", handle)
 
 
+class _Cuda(_Library):
+    """CUDA itself, which knows the GPUs that it shows.  These calls make no context."""
+
+    def __init__(self) -> None:
+        super().__init__("libcuda.so.1")
+        self._ask("cuInit", ctypes.c_uint(0))
+
+    def _uuid(self, function: str, gpu: ctypes.c_int) -> str:
+        found = ctypes.create_string_buffer(16)
+        self._ask(function, found, gpu)
+        return str(uuid.UUID(bytes=found.raw))
+
+    def name(self, index: int) -> str:
+        gpu = ctypes.c_int()
+        self._ask("cuDeviceGet", ctypes.byref(gpu), ctypes.c_int(index))
+        # The function's first version gives a part's GPU.
+        whole, own = self._uuid("cuDeviceGetUuid", gpu), self._uuid("cuDeviceGetUuid_v2", gpu)
+        return f"GPU-{whole}" + (f"#MIG-{own}" if own != whole else "")
+
+
+def _names_by_nvml(count: int) -> list[str]:
+    """CUDA_VISIBLE_DEVICES is read in NVML's order, by PCI address.
+
+    CUDA's order differs on hosts with different GPUs.  That matters only if some ranks name GPUs by
+    number and others by UUID.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    wanted = map(str, range(count)) if visible is None else map(str.strip, visible.split(","))
+    nvml, names = _Nvml(), []
+    all_gpus = nvml.uuids()
+    for gpu in list(wanted)[:count]:
+        if gpu.isdecimal():
+            names.append(all_gpus[int(gpu)])
+        elif gpu.startswith("MIG-"):
+            names.append(f"{nvml.whole(gpu)}#{gpu}")
+        else:  # the beginning of a UUID is enough for CUDA
+            names.append(next(one for one in all_gpus if one.startswith(gpu)))
+    return names
+
+
+def _names_by_cuda(count: int) -> list[str]:
+    cuda = _Cuda()
+    return [cuda.name(index) for index in range(count)]
+
+
 def _visible_gpus(count: int) -> list[str]:
     """Names the GPUs that CUDA shows this process; in all processes a GPU has the same name.
 
     Their numbers tell nothing: each process may have another GPU as its number 0.  A part of a GPU
-    (MIG) has the GPU's name, "#" and its own.  CUDA_VISIBLE_DEVICES is read in NVML's order, by PCI
-    address.  CUDA's order differs on hosts with different GPUs.  That matters only if some ranks
-    name GPUs by number and others by UUID.
+    (MIG) has the GPU's name, "#" and its own.  A GPU that nobody knows is taken for one of this
+    process alone: if it is not, NCCL says so.
 
     Args:
         count: of these GPUs.
     """
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    wanted = map(str, range(count)) if visible is None else map(str.strip, visible.split(","))
-    names: list[str] = []
-    try:
-        nvml = _Nvml()
-        all_gpus = nvml.uuids()
-        for gpu in list(wanted)[:count]:
-            if gpu.isdecimal():
-                names.append(all_gpus[int(gpu)])
-            elif gpu.startswith("MIG-"):
-                names.append(f"{nvml.whole(gpu)}#{gpu}")
-            else:  # the beginning of a UUID is enough for CUDA
-                names.append(next(uuid for uuid in all_gpus if uuid.startswith(gpu)))
-        return names
-    except (OSError, AttributeError, IndexError, StopIteration):
-        # Nothing to be learnt from NVML.  Processes with the same list see the same GPUs.
-        return [f"{visible}/{index}" for index in range(count)]
+    if count == 0:
+        return []
+    # Where there is no NVML, torch has started CUDA already, to count them.
+    for names in (_names_by_nvml, _names_by_cuda):
+        with contextlib.suppress(OSError, AttributeError, IndexError, StopIteration):
+            return names(count)
+    process = secrets.token_hex(8)
+    return [f"unknown {process} {index}" for index in range(count)]
 
 
 def facts() -> str:

@@ -134,6 +134,34 @@ SPLIT = FakeNvml(
 )
 
 
+class FakeCuda:
+    """The calls of libcuda that are made, where CUDA shows GPUs with these numbers in their UUIDs.
+
+    A pair: part of a GPU, and the GPU.
+    """
+
+    def __init__(self, *shown: int | tuple[int, int]) -> None:
+        self.shown = [(one, one) if isinstance(one, int) else one for one in shown]
+
+    def cuInit(self, flags: Any) -> int:
+        return 0 if self.shown else 100  # there is none
+
+    def cuDeviceGet(self, gpu: Any, index: Any) -> int:
+        gpu._obj.value = index.value
+        return 0
+
+    def cuDeviceGetUuid(self, found: Any, gpu: Any) -> int:
+        found.raw = bytes([*range(15), self.shown[gpu.value][1]])
+        return 0
+
+    def cuDeviceGetUuid_v2(self, found: Any, gpu: Any) -> int:
+        found.raw = bytes([*range(15), self.shown[gpu.value][0]])
+        return 0
+
+
+GPU_7 = "GPU-00010203-0405-0607-0809-0a0b0c0d0e07"  # as NVML calls it
+
+
 @pytest.mark.parametrize(
     ("ranks", "why"),
     [
@@ -154,22 +182,34 @@ SPLIT = FakeNvml(
         # NCCL takes the parts of a GPU for one.
         ([(SPLIT, "MIG-1"), (SPLIT, "MIG-3")], ""),
         ([(SPLIT, "MIG-1"), (SPLIT, "MIG-2")], "2 ranks of one host share 1 GPUs"),
-        # Without NVML, or where it does not know one, the variable alone tells.
+        # Containers without NVML: CUDA names those that it shows.
+        ([(FakeCuda(7), "0"), (FakeCuda(8), "0")], ""),
+        ([(FakeCuda(7), None), (FakeCuda(8), None)], ""),
+        ([(FakeCuda(7), "0"), (FakeCuda(7), "1")], "2 ranks of one host share 1 GPUs"),
+        ([(FakeCuda(7), "0"), (FakeNvml(GPU_7), None)], "2 ranks of one host share 1 GPUs"),
+        ([(FakeCuda((1, 7)), "0"), (FakeCuda((2, 8)), "0")], ""),
+        ([(FakeCuda((1, 7)), "0"), (FakeCuda((2, 7)), "0")], "2 ranks of one host share 1 GPUs"),
+        ([(FakeCuda((1, 7)), "0"), (FakeCuda(7), "0")], "2 ranks of one host share 1 GPUs"),
+        # What nobody knows is not taken for one GPU.
         ([(None, "0"), (None, "1")], ""),
-        ([(None, "0"), (None, "0")], "2 ranks of one host share 1 GPUs"),
+        ([(None, "0"), (None, "0")], ""),
+        ([(FakeCuda(), None), (FakeCuda(), None)], ""),
         ([(SPLIT, "MIG-7"), (SPLIT, "MIG-8")], ""),
     ],
 )
 def test_a_gpu_has_the_same_name_whatever_number_a_rank_sees(
-    monkeypatch: pytest.MonkeyPatch, ranks: list[tuple[FakeNvml | None, str | None]], why: str
+    monkeypatch: pytest.MonkeyPatch,
+    ranks: list[tuple[FakeNvml | FakeCuda | None, str | None]],
+    why: str,
 ) -> None:
     seen = []
-    for nvml, visible in ranks:
+    for library, visible in ranks:
 
-        def load(name: str, nvml: FakeNvml | None = nvml) -> FakeNvml:
-            if nvml is None:
+        def load(name: str, library: FakeNvml | FakeCuda | None = library) -> Any:
+            kind = FakeCuda if "cuda" in name else FakeNvml
+            if not isinstance(library, kind):
                 raise OSError(f"no {name}")
-            return nvml
+            return library
 
         monkeypatch.setattr(ctypes, "CDLL", load)
         if visible is None:

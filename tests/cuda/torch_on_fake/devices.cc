@@ -62,6 +62,18 @@ cudaError_t cudaProfilerStop() {
 
 // ---- the driver, which PyTorch links to as well, or asks the runtime for
 
+CUresult cuInit(unsigned) {
+  return count() > 0 ? CUDA_SUCCESS : CUDA_ERROR_NO_DEVICE;
+}
+// Both versions, since there are no parts of GPUs here.
+CUresult cuDeviceGetUuid_v2(CUuuid* uuid, CUdevice device) {
+  return reinterpret_cast<decltype(&cuDeviceGetUuid_v2)>(driverFunction("cuDeviceGetUuid"))(uuid,
+                                                                                            device);
+}
+#undef cuDeviceGetUuid
+CUresult cuDeviceGetUuid(CUuuid* uuid, CUdevice device) {
+  return cuDeviceGetUuid_v2(uuid, device);
+}
 CUresult cuDeviceGet(CUdevice* device, int ordinal) {
   *device = ordinal;
   return CUDA_SUCCESS;
