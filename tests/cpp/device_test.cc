@@ -146,6 +146,24 @@ Call drawn(Kind kind, DeviceAlgorithm algorithm, const Case& numbers, const Tuni
 // Every dtype and operation by every algorithm, and the calls that are no all-reduce; sizes,
 // alignments and the rest are drawn.  All calls of a shape go through the same memory, in an order
 // that mixes them.
+// It was slower at every size that was measured in one GPU's memory.
+TEST(the_ring_is_for_gpus_that_are_not_linked) {
+  const auto algorithm = [](const Setting& setting, size_t bytes) {
+    return chooseKernel(tune(setting), bytes);
+  };
+  constexpr size_t kMiB = 1 << 20;
+  for (const int ranks : {2, 3, 8}) {
+    Setting setting{.ranks = ranks};
+    CHECK(algorithm(setting, 64 * kMiB + 1) == DeviceAlgorithm::kTwoShot);
+    CHECK(algorithm(setting, SIZE_MAX) == DeviceAlgorithm::kTwoShot);
+    setting.linked = false;
+    CHECK(algorithm(setting, 64 * kMiB) == DeviceAlgorithm::kTwoShot);
+    CHECK(algorithm(setting, 64 * kMiB + 1) == DeviceAlgorithm::kRing);
+    setting.all_to_all = false;
+    CHECK(algorithm(setting, 2 * kMiB) == DeviceAlgorithm::kRing);
+  }
+}
+
 TEST(all_kinds_of_calls_give_the_canonical_bits) {
   struct World {
     Shape shape;

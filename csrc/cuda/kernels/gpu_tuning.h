@@ -16,8 +16,9 @@
 // So one-shot beats two-shot while S < H B P / ((P-1) (P-2)), and always for two ranks while S is
 // less than the gain of two-shot's pipelining.  With H = 3 us and B = 260 GB/s, an NVLink switch of
 // the H100's generation, that is 1.2 MB for 3 ranks, 520 kB for 4 and 150 kB for 8; the push slots
-// set a limit too.  Two-shot needs a wire between every two ranks.  A ring needs P wires, and its
-// slices are longer, which matters for large messages over PCIe and host memory.
+// set a limit too.  Two-shot needs a wire between every two ranks, as an NVLink switch and a single
+// GPU have; there it takes all that is longer.  A ring needs P wires, and its slices are longer,
+// which matters for large messages over PCIe and host memory.
 //
 // Reduce-scatter and all-gather of any size go by push: one hop, and (P-1)/P S sent of S in all
 // parts, as little as by a ring's P-1 hops.  A broadcast in one hop costs H + (P-1) S / B, and in
@@ -139,7 +140,9 @@ constexpr Tuning tune(const Setting& s) {
           .window = 1,
           .part_bytes = part_bytes,
           .one_shot_most = one_shot_most,
-          .two_shot_most = s.all_to_all ? size_t{64} << 20 : size_t{1} << 20,
+          .two_shot_most = !s.all_to_all ? size_t{1} << 20
+                           : s.linked    ? SIZE_MAX
+                                         : size_t{64} << 20,
           // A channel's share of the longest message, with a flag beside each four bytes.
           .ll_bytes = 2 * roundUp(ceilDiv(kLLMost, c), kChunkElements * sizeof(float)),
           .ll_most = ll_most,
