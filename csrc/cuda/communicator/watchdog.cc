@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <map>
 #include <system_error>
 
 #include "base/error.h"
@@ -26,10 +27,29 @@ constexpr Nanos kIdleRound = 50 * kMillisecond;  // while awake with nothing und
 // Probes and the search for ended processes cost system calls.
 constexpr Nanos kRollCall = 10 * kMillisecond;
 
+// The communicators of each group in this process: one for each GPU that its rank has used.
+struct Counts {
+  std::mutex mutex;
+  std::map<const Group*, int> of;
+};
+Counts& counts() {
+  static auto* all = new Counts;  // never destroyed: groups may end at exit
+  return *all;
+}
+// Returns how many there are then.
+int count(const Group& group, int more) {
+  const std::lock_guard lock(counts().mutex);
+  const auto entry = counts().of.try_emplace(&group, 0).first;
+  const int number = entry->second += more;
+  if (number == 0) counts().of.erase(entry);
+  return number;
+}
+
 }  // namespace
 
 Watchdog::Watchdog(Group& group, std::unique_ptr<WatchedRanks> ranks)
     : group_(group), ranks_(std::move(ranks)) {
+  count(group_, 1);
   try {
     watching_ = std::thread([this] { watch(); });
     collecting_ = std::thread([this] { collect(); });
@@ -53,6 +73,7 @@ void Watchdog::stop() {
   changed_.notify_all();
   for (std::thread* thread : {&watching_, &collecting_})
     if (thread->joinable()) thread->join();
+  count(group_, -1);
 }
 
 // ---- calls of users' threads
@@ -309,6 +330,11 @@ void Watchdog::checkDeadlines() {
   Finding found = blame(late->what, late->waited_for);
   found.text += ": GPU " + textOf(late->what) + " timed out after a timeout of " +
                 seconds(late->timeout) + late->where + labelOf(late->what.sequence);
+  // The first communicators of all ranks belong together, then the second ones.
+  if (const int gpus = count(group_, 0); gpus > 1)
+    found.text += "; " + epoch_->peers().who(group_.rank()) + " calls the group on " +
+                  std::to_string(gpus) +
+                  " GPUs: have all ranks used theirs for the first time in the same order?";
   epoch_->arbiter->fail(found);
 }
 

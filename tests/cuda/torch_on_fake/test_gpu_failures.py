@@ -109,6 +109,28 @@ def test_streams_may_be_held_back(machine: Machine) -> None:
     call.results()
 
 
+def crossed(me: Rank) -> None:
+    """Ranks that first use their GPUs in different order."""
+    for gpu in (0, 1) if me.rank == 0 else (1, 0):
+        dist.all_reduce(torch.ones(8, device=f"cuda:{gpu}"))
+    for gpu in 0, 1:
+        torch.cuda.synchronize(gpu)
+    x = torch.ones(8, device="cuda:0")
+    with pytest.raises(ringreduce.Timeout) as raised:
+        dist.all_reduce(x)
+        torch.cuda.synchronize(0)
+        ringreduce.commit()
+    assert "calls the group on 2 GPUs: have all ranks used theirs for the first time in" in str(
+        raised.value
+    )
+
+
+def test_a_timeout_on_one_of_several_gpus_says_how_they_belong_together(machine: Machine) -> None:
+    if machine.name != "four GPUs":
+        pytest.skip("needs two GPUs for a rank")
+    machine.start(crossed, 2, timeout=2, fresh=True).results(30)
+
+
 def stuck(me: Rank, call: str) -> None:
     """A stream that stands still when a call has to wait for it."""
     x = torch.ones(8, device=use_gpu(me))
