@@ -3,13 +3,11 @@
 
 #include <cuda_runtime_api.h>
 
-#include <memory>
-#include <mutex>
 #include <optional>
-#include <vector>
 
 #include "base/fd.h"
 #include "base/op_signature.h"
+#include "base/spares.h"
 #include "cuda/cuda_errors.h"
 #include "cuda/gpu_device.h"
 #include "cuda/kernels/gpu_tuning.h"
@@ -97,33 +95,7 @@ class Event {
   cudaEvent_t event_ = nullptr;
 };
 
-// Keeps events to use them again: making one costs more than a small operation.
-class EventPool {
- public:
-  std::shared_ptr<Event> take() {
-    std::unique_ptr<Event> event;
-    {
-      const std::lock_guard lock(free_->mutex);
-      if (!free_->events.empty()) {
-        event = std::move(free_->events.back());
-        free_->events.pop_back();
-      }
-    }
-    if (!event) event = std::make_unique<Event>();
-    // The last owner returns it, even after the pool is gone.
-    return {event.release(), [free = free_](Event* used) {
-              const std::lock_guard guard(free->mutex);
-              free->events.emplace_back(used);
-            }};
-  }
-
- private:
-  struct Free {
-    std::mutex mutex;
-    std::vector<std::unique_ptr<Event>> events;
-  };
-  std::shared_ptr<Free> free_ = std::make_shared<Free>();
-};
+using EventPool = Spares<Event>;
 
 // Names a call in the timelines of profilers that know NVTX.  Does nothing without NVTX's header,
 // and costs next to nothing without a profiler.

@@ -145,16 +145,18 @@ bool isCaptured(const c10::Stream& stream) {
 //
 // Nothing waits on the host, unless `wait` is given a timeout: it lets the caller's current stream
 // wait, and the Future is complete once the operation is in its stream; work that uses its value
-// is ordered behind it.  So an operation that fails later is not this Work's error but the group's,
-// which `wait`, `exception` and the next call raise as soon as it is known.
+// is ordered behind it.  The Future makes an event, so there is none before somebody asks for it.
+// An operation that fails later is thus not this Work's error but the group's, which `wait`,
+// `exception` and the next call raise as soon as it is known.
 class StreamWork final : public c10d::Work {
  public:
   // Ignores the job's operations: the caller puts them into the stream, then calls `enqueued`.  The
   // context of an error comes from the communicator (its calls' labels).
   // `kept`: tensors of a call in another stream than the caller's.
   StreamWork(int rank, uint64_t operation, const Job& job,
-             const std::shared_ptr<cuda::GpuCommunicator>& communicator, const c10::Stream& stream,
-             const c10::Stream& caller, std::vector<at::Tensor> kept)
+             const std::shared_ptr<cuda::GpuCommunicator>& communicator,
+             std::shared_ptr<CallMarks> marks, const c10::Stream& stream, const c10::Stream& caller,
+             std::vector<at::Tensor> kept)
       : c10d::Work(rank, job.type, job.title, job.inputs),
         outputs_(job.outputs),
         operation_(operation),
@@ -162,15 +164,16 @@ class StreamWork final : public c10d::Work {
         future_of_one_(job.future_of_one),
         observer_(job.observer),
         communicator_(communicator),
+        marks_(std::move(marks)),
+        call_(++marks_->calls),
         stream_(stream),
         caller_(caller),
         kept_(std::move(kept)),
         timed_(observer_->timing),
         begin_(stream.device_type(),
                timed_ ? c10::EventFlag::BACKEND_DEFAULT : c10::EventFlag::PYTORCH_DEFAULT),
-        end_(stream.device_type(), begin_.flag()),
-        future_(c10::make_intrusive<c10::ivalue::Future>(
-            futureType(job.future_of_one), std::vector<c10::Device>{stream.device()})) {
+        end_(timed_ ? std::make_shared<c10::Event>(stream.device_type(), begin_.flag())
+                    : marks_->ends.take(stream.device_type())) {
     if (timed_) begin_.record(stream_);
   }
 
@@ -185,27 +188,20 @@ class StreamWork final : public c10d::Work {
   }
 
   void enqueued() {
-    end_.record(stream_);
+    end_->record(stream_);
     finish();
-    // markCompleted() records events in the current streams: the value is ready after them.
-    const c10::StreamGuard on(stream_);
-    if (future_of_one_)
-      future_->markCompleted(outputs_.at(0));
-    else
-      future_->markCompleted(c10::IValue(outputs_));
+    // The events of a capture mean nothing later.
+    if (isCaptured(stream_)) makeFuture(stream_);
   }
   // Call it without a lock: the observer may be the user's.
   void tell() const {
     if (observer_->hooked)
       tellObserver(*observer_, opType_, sequence_, started_, monotonicNow(), rank_);
   }
-  void failed(std::exception_ptr error) {
-    finish(error);
-    future_->setError(std::move(error));
-  }
+  void failed(std::exception_ptr error) { finish(std::move(error)); }
 
-  bool isCompleted() override { return exception() != nullptr || isReached(end_); }
-  bool isSuccess() const override { return exception() == nullptr && isReached(end_); }
+  bool isCompleted() override { return exception() != nullptr || isReached(*end_); }
+  bool isSuccess() const override { return exception() == nullptr && isReached(*end_); }
   std::exception_ptr exception() const override {
     try {
       raise();
@@ -219,7 +215,7 @@ class StreamWork final : public c10d::Work {
     const Nanos limit = translated([&] { return timeoutOf(timeout); });
     synchronize();
     if (limit == 0 || limit == kNever) return true;
-    for (const Nanos end = now() + limit; !isReached(end_);) {
+    for (const Nanos end = now() + limit; !isReached(*end_);) {
       raise();
       if (now() > end)
         translated([&] {
@@ -237,7 +233,7 @@ class StreamWork final : public c10d::Work {
   void synchronize() override {
     raise();
     const c10::Stream current = guardOf(stream_.device()).getStream(stream_.device());
-    end_.block(current);
+    end_->block(current);
     // Only the caller's stream is that of the tensors.
     releaseTensors(/*ordered=*/current == caller_);
     unregister(this);
@@ -246,7 +242,14 @@ class StreamWork final : public c10d::Work {
     TORCH_CHECK(false, "an operation cannot be aborted alone; abort its group");
   }
   std::vector<at::Tensor> result() override { return outputs_; }
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    const std::lock_guard lock(future_mutex_);
+    if (future_) return future_;
+    const bool is_last = marks_->calls == call_;  // nothing else is in the stream
+    if (!is_last) end_->block(marks_->beside);
+    makeFuture(is_last ? stream_ : marks_->beside);
+    return future_;
+  }
   c10::intrusive_ptr<c10::ivalue::Future> getFutureResult() override {
     auto result = c10::make_intrusive<c10::ivalue::Future>(c10::IntType::get());
     const auto code = exception() ? c10d::WorkResult::COMM_ERROR : c10d::WorkResult::SUCCESS;
@@ -256,8 +259,8 @@ class StreamWork final : public c10d::Work {
   uint64_t getSequencenumber() const override { return sequence_; }
   float getDuration() const override {  // in ms, of its stream's time, once it is over
     TORCH_CHECK(timed_, "call _enable_collectives_timing() on the group before the operation");
-    TORCH_CHECK(isReached(end_), "the operation is not over yet");
-    return static_cast<float>(begin_.elapsedTime(end_));
+    TORCH_CHECK(isReached(*end_), "the operation is not over yet");
+    return static_cast<float>(begin_.elapsedTime(*end_));
   }
 
  private:
@@ -270,6 +273,15 @@ class StreamWork final : public c10d::Work {
       observer_->noteFailure(observed_group_);
       throw;
     }
+  }
+
+  // Its value is ready behind what is in `at` now.
+  void makeFuture(const c10::Stream& at) {
+    auto made = c10::make_intrusive<c10::ivalue::Future>(futureType(future_of_one_),
+                                                         std::vector<c10::Device>{at.device()});
+    const c10::StreamGuard on(at);  // markCompleted() records events in the current streams
+    made->markCompleted(future_of_one_ ? c10::IValue(outputs_.at(0)) : c10::IValue(outputs_));
+    future_ = std::move(made);
   }
 
   // `ordered`: what follows in the tensors' stream follows the operation.
@@ -301,12 +313,16 @@ class StreamWork final : public c10d::Work {
   const Nanos started_ = monotonicNow();
   // Not kept alive: a communicator that is gone has run or failed its operations.
   const std::weak_ptr<cuda::GpuCommunicator> communicator_;
+  const std::shared_ptr<CallMarks> marks_;
+  const uint64_t call_;  // on this GPU
   const c10::Stream stream_, caller_;
   std::mutex kept_mutex_;
   std::vector<at::Tensor> kept_;
   const bool timed_;
-  c10::Event begin_, end_;
-  const c10::intrusive_ptr<c10::ivalue::Future> future_;
+  c10::Event begin_;
+  const std::shared_ptr<c10::Event> end_;
+  std::mutex future_mutex_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
 }  // namespace
@@ -334,8 +350,12 @@ std::shared_ptr<GpuBackend::DeviceContext> GpuBackend::contextOf(c10::Device dev
                     "taken first; make one before, or name the device when the group is made "
                     "(device_id=)");
   const c10::DeviceGuard on(device);
+  const auto guard = guardOf(device);
   auto context = std::make_shared<DeviceContext>(DeviceContext{
-      {}, make_communicator_(device), guardOf(device).getStreamFromGlobalPool(device, true)});
+      .communicator = make_communicator_(device),
+      .stream = guard.getStreamFromGlobalPool(device, true),
+      .ready = c10::Event(device.type()),
+      .marks = std::make_shared<CallMarks>(guard.getStreamFromGlobalPool(device, true))});
   return contexts_.emplace(device.index(), std::move(context)).first->second;
 }
 
@@ -355,13 +375,13 @@ GpuBackend::WorkPtr GpuBackend::enqueue(Job job, c10::Device device, bool async,
   const c10::Stream stream = async ? context->stream : caller;
   job.observer = observer_;
   // Before it is known whether all of it can be put there: of several calls some may be.
-  const auto work = c10::make_intrusive<StreamWork>(
-      rank_, operations_++, job, context->communicator, stream, caller, async ? used : Tensors());
+  const auto work =
+      c10::make_intrusive<StreamWork>(rank_, operations_++, job, context->communicator,
+                                      context->marks, stream, caller, async ? used : Tensors());
   const auto start = [&] {
     if (async) {
-      c10::Event ready(device.type());
-      ready.record(caller);
-      ready.block(stream);
+      context->ready.record(caller);
+      context->ready.block(stream);
     }
     const c10::StreamGuard in(stream);
     put(*context->communicator, stream);
@@ -501,13 +521,12 @@ std::vector<c10::Device> GpuBackend::devices() const {
   return all;
 }
 
-// Never recorded, and so reached, if there are none, or they are captured.
-c10::Event GpuBackend::endOfCalls(c10::Device device) const {
+std::shared_ptr<c10::Event> GpuBackend::endOfCalls(c10::Device device) const {
   const std::lock_guard lock(mutex_);
-  c10::Event end(device.type());
   const auto known = contexts_.find(device.index());
-  if (known != contexts_.end() && !isCaptured(known->second->stream))
-    end.record(known->second->stream);
+  if (known == contexts_.end() || isCaptured(known->second->stream)) return nullptr;
+  auto end = known->second->marks->ends.take(device.type());
+  end->record(known->second->stream);
   return end;
 }
 
@@ -519,9 +538,9 @@ void GpuBackend::drain(Group& group, std::optional<c10::Device> only, Nanos time
   for (const c10::Device& device : only ? std::vector{*only} : devices()) {
     const c10::Stream stream = guardOf(device).getStream(device);
     if (isCapturing(device)) continue;
-    const c10::Event calls = orAbort([&] { return endOfCalls(device); }, told);
+    const auto calls = orAbort([&] { return endOfCalls(device); }, told);
     const auto is_drained = [&] {
-      return orAbort([&] { return isDrained(stream) && isReached(calls); }, told);
+      return orAbort([&] { return isDrained(stream) && (!calls || isReached(*calls)); }, told);
     };
     for (Nanos look = now() + kLook; !is_drained();) {
       std::this_thread::sleep_for(std::chrono::microseconds(50));

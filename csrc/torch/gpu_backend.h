@@ -8,6 +8,7 @@
 #include <c10/core/Storage.h>
 #include <c10/core/Stream.h>
 
+#include <atomic>
 #include <functional>
 #include <map>
 #include <memory>
@@ -19,6 +20,7 @@
 #include <vector>
 
 #include "base/fd.h"
+#include "base/spares.h"
 #include "cuda/communicator/gpu_communicator.h"
 #include "group/group.h"
 #include "torch/staged_backend.h"
@@ -42,6 +44,14 @@ std::shared_ptr<cuda::GpuCommunicator> makeInterNodeCommunicator(
 CUstream_st* handleOf(const c10::Stream& stream);
 // Whether the device's current stream is captured into a CUDA graph.
 bool isCapturing(c10::Device device);
+
+// What the calls on one GPU share, and their Works keep.
+struct CallMarks {
+  explicit CallMarks(const c10::Stream& stream) : beside(stream) {}
+  const c10::Stream beside;  // of Futures that somebody asks for after the next call
+  Spares<c10::Event> ends;
+  std::atomic<uint64_t> calls = 0;
+};
 
 class GpuBackend final : public c10d::Backend {
  public:
@@ -96,15 +106,18 @@ class GpuBackend final : public c10d::Backend {
  private:
   struct DeviceContext {
     // Buckets that were registered or refused.  With a weak pointer their addresses are not reused.
-    std::map<c10::StorageImpl*, c10::weak_intrusive_ptr<c10::StorageImpl>> buckets;
+    std::map<c10::StorageImpl*, c10::weak_intrusive_ptr<c10::StorageImpl>> buckets = {};
     std::shared_ptr<cuda::GpuCommunicator> communicator;
     c10::Stream stream;  // asynchronous operations run here, one after the other
+    c10::Event ready;    // of the caller's stream, when one is put there
+    std::shared_ptr<CallMarks> marks;
   };
   // Puts an operation into the current stream, which is `stream`.
   using Put = std::function<void(cuda::GpuCommunicator&, const c10::Stream&)>;
 
-  std::vector<c10::Device> devices() const;         // that the group has used
-  c10::Event endOfCalls(c10::Device device) const;  // of asynchronous ones so far
+  std::vector<c10::Device> devices() const;  // that the group has used
+  // Of asynchronous calls so far; null if there are none, or if they are captured.
+  std::shared_ptr<c10::Event> endOfCalls(c10::Device device) const;
   using Contexts = std::map<c10::DeviceIndex, std::shared_ptr<DeviceContext>>;
   Contexts contexts() const;
   // The caller keeps it alive, even if the group shuts down meanwhile.

@@ -11,6 +11,9 @@ extern "C" void fakeRegisterKernel(const void* kernel, size_t argument_bytes, Fa
 // Between two looks of a block at a word that somebody sets.  Returns no more on a ruined GPU.
 extern "C" void fakePause();
 
+// How many events this process has made.
+extern "C" int fakeEventsMade();
+
 // The rest returns a cudaError_t.
 // As cudaLaunchHostFunc, but the function may touch GPU memory.
 extern "C" int fakeLaunchWork(struct CUstream_st* stream, void (*function)(void*), void* data);

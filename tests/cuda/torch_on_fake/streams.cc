@@ -26,6 +26,8 @@ All& all() {
   return *those;
 }
 
+std::atomic<int> events_made = 0;
+
 CUstream_st* make(int ordinal, int priority, unsigned flags, bool legacy = false) {
   return new CUstream_st{ordinal, priority,     flags,
                          legacy,  all().next++, std::make_shared<Queue>(ordinal)};
@@ -313,8 +315,12 @@ cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t func
 
 // ---- events
 
+int fakeEventsMade() {
+  return events_made;
+}
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
   if (const auto e = fate()) return said(e);
+  ++events_made;
   *event = new CUevent_st{.state = std::make_shared<EventState>(currentOrdinal())};
   return cudaSuccess;
 }

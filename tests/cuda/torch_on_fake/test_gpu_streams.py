@@ -9,6 +9,7 @@ import threading
 import time
 from typing import Any
 
+import fake_rules
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,6 +17,8 @@ from conftest import Machine
 from gpu_jobs import Gate, use_gpu
 from pool import Rank
 from torch.distributed._functional_collectives import allow_inflight_collective_as_graph_input_ctx
+
+import ringreduce
 
 
 def ready(me: Rank) -> torch.device:
@@ -110,6 +113,43 @@ def futures(me: Rank) -> None:
 
 def test_futures_are_done_when_their_operation_is_in_its_stream(machine: Machine) -> None:
     machine.run(futures, 2)
+
+
+def late_future(me: Rank) -> None:
+    device = ready(me)
+    x, y = torch.full((8,), me.rank + 1.0, device=device), torch.ones(8, device=device)
+    torch.cuda.synchronize()
+    first = dist.all_reduce(x, async_op=True)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        gate = Gate()
+        second = dist.all_reduce(y, async_op=True)
+    assert first.get_future().wait()[0].cpu().tolist() == [all_of(me)] * 8
+    assert first.is_completed() and not second.is_completed()
+    gate.open()
+    second.wait()
+    assert y.cpu().tolist() == [me.world_size] * 8
+
+
+def test_a_future_does_not_wait_for_later_calls(machine: Machine) -> None:
+    machine.run(late_future, 2)
+
+
+def events(me: Rank) -> None:
+    """A call makes none, once there are some to use again."""
+    x = torch.ones(8, device=ready(me))
+    seen = []
+    for _ in range(20):
+        works = [dist.all_reduce(x, async_op=True) for _ in range(3)]
+        for work in works:
+            work.wait()
+        del work, works
+        ringreduce.commit()
+        seen.append(fake_rules.runtime.fakeEventsMade())
+    assert seen[5:] == [seen[5]] * 15
+
+
+def test_calls_use_their_events_again(machine: Machine) -> None:
+    machine.run(events, 2)
 
 
 def reuse(me: Rank) -> None:
