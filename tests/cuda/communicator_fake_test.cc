@@ -131,6 +131,25 @@ TEST(large_buckets_of_gradients_go_without_copies_where_gpus_are_linked) {
   fake::machine().apart[0][1] = fake::machine().apart[1][0] = false;
 }
 
+// As under Slurm's --gpus-per-task: CUDA tells nothing of links to GPUs that it does not show.
+TEST(links_to_gpus_that_a_rank_does_not_see_are_told_by_their_rate) {
+  constexpr int kRanks = 4;
+  constexpr size_t kLarge = size_t{1} << 30;
+  fake::machine().gpus = kRanks;
+  for (const bool slow : {false, true}) {
+    fake::machine().gigabytes_per_s[2][1] = slow ? 50 : 100;
+    peers::run(As::kProcesses, kRanks, [&](Group& group, int) {
+      fake::see({group.rank()});
+      const auto comm = cuda::HostCommunicator::create(group.shared_from_this(), 0, {});
+      CHECK(comm->access() != MemoryAccess::kHost);
+      CHECK_EQ(comm->gainsByRegistering(DType::kFloat32, kLarge), !slow);
+      CHECK(comm->chosen(kLarge, DType::kFloat32) == (slow ? Choice::kRing : Choice::kTwoShot));
+      group.run({Barrier{}});
+    });
+  }
+  fake::machine().gigabytes_per_s[2][1] = 0;
+}
+
 TEST(small_messages_go_by_ll) {
   static std::atomic<const void*> launched;
   fake::run_kernel = [](const void* kernel, void**, int) { launched = kernel; };

@@ -26,6 +26,7 @@ struct Machine {
   bool has_driver = true;
   bool exports = true, ipc = true, registers = true;  // abilities of its GPUs
   bool apart[kMostGpus][kMostGpus] = {};              // no peer access from one to the other
+  double gigabytes_per_s[kMostGpus][kMostGpus] = {};  // read by one from the other; 0: 300
   bool loses_data = false;  // a GPU maps another's memory, but sees other memory there
   bool mps = false;         // FAKE_MPS
   int multiprocessors = 4;  // FAKE_MULTIPROCESSORS

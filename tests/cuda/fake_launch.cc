@@ -13,6 +13,7 @@ using namespace fake;
 namespace {
 
 thread_local cudaStreamCaptureMode mode = cudaStreamCaptureModeGlobal;
+thread_local double spent_ms = 0;  // on copies from other GPUs
 
 cudaStream_t streamOn(int ordinal) {
   return reinterpret_cast<cudaStream_t>(static_cast<uintptr_t>(ordinal) + 1);
@@ -78,15 +79,22 @@ cudaError_t cudaStreamGetId(cudaStream_t stream, unsigned long long* number) {
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
   if (const auto e = fate()) return said(e);
-  *event = reinterpret_cast<cudaEvent_t>(new int);
+  *event = reinterpret_cast<cudaEvent_t>(new double);
   return cudaSuccess;
 }
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
-  delete reinterpret_cast<int*>(event);
+  delete reinterpret_cast<double*>(event);
   return said(fateOfReturn());
 }
-cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) {
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t) {
+  *reinterpret_cast<double*>(event) = spent_ms;
   return said(fate());
+}
+cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t from, cudaEvent_t to) {
+  if (const auto e = fate()) return said(e);
+  *milliseconds =
+      static_cast<float>(*reinterpret_cast<double*>(to) - *reinterpret_cast<double*>(from));
+  return cudaSuccess;
 }
 cudaError_t cudaEventRecordWithFlags(cudaEvent_t, cudaStream_t, unsigned) {
   return said(cudaErrorIllegalState, "an external record outside of a capture");
@@ -131,6 +139,10 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpy
     if (!world().mayTouch(ordinal, to, bytes) || !world().mayTouch(ordinal, from, bytes))
       undefined("copied memory that the GPU has no access to");
     const Range* source = world().find(from);
+    if (source && source->gpu != gpuOf(ordinal)) {
+      const double rate = machine().gigabytes_per_s[gpuOf(ordinal)][source->gpu];
+      spent_ms += static_cast<double>(bytes) / 1e6 / (rate > 0 ? rate : 300);
+    }
     if (machine().peers_hang && source && source->gpu != gpuOf(ordinal)) {
       if (!world().find(to)) undefined("waited for a copy to pageable memory that never ends");
       machine().copies_hang = true;

@@ -45,6 +45,10 @@ struct Introduction {
   Choice algorithm = Choice::kAuto;
 };
 
+// Bytes a second, more than 16 lanes of PCIe 5 carry.  CUDA tells of a link only between GPUs that
+// the process sees.
+constexpr double kLinkRate = 60e9;
+
 Setting settingOf(const std::vector<Introduction>& all) {
   Setting setting{.ranks = static_cast<int>(all.size())};
   setting.multiprocessors = all[0].multiprocessors;
@@ -114,24 +118,24 @@ HostCommunicator::State::State(std::shared_ptr<Group> of, int on, const Communic
   const std::vector<Introduction> all = gatherEach(*group, mine);
   options.algorithm = all[0].algorithm;
   setting = settingOf(all);
-  struct {
-    bool all_linked = false;
-  } links;
-  agreeOnStatus(*group, [&] {
-    links.all_linked = std::ranges::all_of(all, [&](const Introduction& other) {
-      return facts.uuid == other.uuid || areLinked(device, findDevice(other.uuid));
-    });
-  });
-  const auto links_of_all = gatherEach(*group, links);
-  setting.linked =
-      std::ranges::all_of(links_of_all, [](const auto& one) { return one.all_linked; });
-
   pages = std::make_unique<MappedPages>(*group, device, sizeof(HostState));
   tuning = tune(setting);
   memory = std::make_unique<PeerMemory>(*group, device, tuning.layout(setting.ranks).bytes(),
                                         options.access);
-  // Only the choice of the algorithm depends on the access.
+  // Only the choice of the algorithm depends on the access and on links.
   setting.all_to_all = memory->access() != MemoryAccess::kHost;
+  struct {
+    bool all_linked = true;
+  } links;
+  agreeOnStatus(*group, [&] {
+    for (int r = 0; r < group->size() && links.all_linked; ++r) {
+      const std::string uuid = all[static_cast<size_t>(r)].uuid;
+      links.all_linked = facts.uuid == uuid || areLinked(device, findDevice(uuid)) ||
+                         (setting.all_to_all && memory->readRate(r) > kLinkRate);
+    }
+  });
+  setting.linked = std::ranges::all_of(gatherEach(*group, links),
+                                       [](const auto& one) { return one.all_linked; });
   tuning = tune(setting);
   if (setting.ranks_on_device > 1 || !setting.run_at_once || options.algorithm == Choice::kDirect)
     staging = std::make_unique<PeerMemory>(*group, device, kHalves * kStagingBytes, options.access);

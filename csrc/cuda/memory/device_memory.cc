@@ -302,6 +302,22 @@ void Stream::zero(void* data, size_t bytes) {
   await("clear memory");
 }
 
+double Stream::rateOfCopy(void* to, const void* from, size_t bytes) {
+  const OnDevice here(device_);
+  struct Event {
+    Event() { check(cudaEventCreateWithFlags(&event, cudaEventDefault), "make an event"); }
+    ~Event() { checkQuietly(cudaEventDestroy(event), "free an event", kNoDevice); }
+    cudaEvent_t event = nullptr;
+  } const begin, end;
+  check(cudaEventRecord(begin.event, stream_), "record an event", device_);
+  check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream_), "copy memory", device_);
+  check(cudaEventRecord(end.event, stream_), "record an event", device_);
+  await("copy memory");
+  float milliseconds = 0;
+  check(cudaEventElapsedTime(&milliseconds, begin.event, end.event), "time a copy", device_);
+  return static_cast<double>(bytes) / (static_cast<double>(milliseconds) / 1e3);
+}
+
 void Stream::await(const char* tried) {
   const Nanos deadline = deadlineIn(patience_);
   cudaError_t state = cudaSuccess;

@@ -93,6 +93,8 @@ class Stream {
   // the host's pageable memory, so no peer's memory may be copied there.
   void copy(void* to, const void* from, size_t bytes);
   void zero(void* data, size_t bytes);
+  // Copies, and returns the bytes a second by the GPU's clock.
+  double rateOfCopy(void* to, const void* from, size_t bytes);
   cudaStream_t get() const { return stream_; }
 
  private:

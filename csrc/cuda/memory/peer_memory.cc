@@ -134,6 +134,18 @@ PeerMemory::PeerMemory(Group& group, int device, size_t bytes, std::optional<Mem
 
 PeerMemory::~PeerMemory() = default;
 
+double PeerMemory::readRate(int rank) const {
+  constexpr size_t kMost = size_t{16} << 20;
+  constexpr int kTimes = 4;  // the first may take longer
+  const size_t read = std::min(bytes(), kMost);
+  const MemoryPtr to = allocate(device(), read);
+  Stream stream(device());
+  double best = 0;
+  for (int i = 0; i < kTimes; ++i)
+    best = std::max(best, stream.rateOfCopy(to->data(), at(rank), read));
+  return best;
+}
+
 // ---- users' buffers
 
 namespace {

@@ -48,6 +48,9 @@ class PeerMemory {
   size_t bytes() const { return state_->bytes; }  // of each piece, as allocated
   int device() const { return state_->device; }
   MemoryAccess access() const { return state_->access; }
+  // Bytes a second at which this rank's GPU copies rank r's piece to its own memory, up to 16 MiB
+  // of it.  Throws CudaError.
+  double readRate(int rank) const;
   // Why no better access was taken: "not by pointer: ranks ..."; empty if it is the best.
   const std::string& why() const { return state_->why; }
   // Which ranks share a process or a GPU.
