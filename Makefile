@@ -259,7 +259,7 @@ torch-matrix: build
 	$(PYTHON) tests/torch_matrix.py --torch '$(TORCH)' --venv $(VENV) $(TORCHES)
 
 # The extension on the newest torch, and the tests on CPU tensors of what is new in it.
-NEWEST_TESTS = $(patsubst %,tests/*/test_%.py,backend_methods reconfigure work)
+NEWEST_TESTS = $(patsubst %,tests/*/test_%.py,backend_methods reconfigure work training)
 torch-smoke: build
 ifeq ($(BASE_VENV),)
 	$(MAKE) $@ VENV=.venv-$(NEWEST) TORCH=torch==$(NEWEST) BASE_VENV=$(VENV)

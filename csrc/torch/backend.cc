@@ -9,7 +9,9 @@
 #include <cstdlib>
 #include <mutex>
 #include <optional>
+#include <string_view>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/reducer.hpp>
 #include <utility>
 
 #include "base/config.h"
@@ -38,19 +40,30 @@ void refuseIfItGoesOn(const Group& group) {
                     "with on_loss='error'");
 }
 
+constexpr const char* kBucketSwitch = "DDP_DISABLE_COMM_MEM";
+
+// Whether DDP cuts buckets of complex gradients as real numbers.  It then views the memory that it
+// makes itself as such, but not what it gets from its group.
+class Reducer : c10d::Reducer {
+ public:
+  template <class B = Bucket>
+  static constexpr bool cutsComplexAsReal() {
+    return requires(B bucket) { bucket.is_complex_bucket; };
+  }
+};
+
 // Makes DDP ask its group for its buckets' memory, which torch (2.11 to 2.15) does only if this
 // variable is 0, until the last owner of the result lets it go.  What the user has set stays.
 std::shared_ptr<void> switchBucketsOn() {
-  static constexpr const char* kSwitch = "DDP_DISABLE_COMM_MEM";
   static std::mutex mutex;
   static std::weak_ptr<void> known;  // of ranks that are threads
   const std::lock_guard lock(mutex);
   if (std::shared_ptr<void> on = known.lock()) return on;
-  if (std::getenv(kSwitch)) return nullptr;
-  setenv(kSwitch, "0", 1);
-  const std::shared_ptr<void> on(std::getenv(kSwitch), [](const void* ours) {
+  if (std::getenv(kBucketSwitch)) return nullptr;
+  setenv(kBucketSwitch, "0", 1);
+  const std::shared_ptr<void> on(std::getenv(kBucketSwitch), [](const void* ours) {
     const std::lock_guard off(mutex);
-    if (std::getenv(kSwitch) == ours) unsetenv(kSwitch);
+    if (std::getenv(kBucketSwitch) == ours) unsetenv(kBucketSwitch);
   });
   known = on;
   return on;
@@ -522,6 +535,13 @@ std::shared_ptr<c10::Allocator> Backend::getMemAllocator() {
 
 at::Tensor Backend::allocateTensor(long size, at::TensorOptions options) {
   TORCH_CHECK_VALUE(size >= 0, "ringreduce allocateTensor: ", size, " elements");
+  const char* const private_buckets = std::getenv(kBucketSwitch);
+  const auto dtype = c10::typeMetaToScalarType(options.dtype());
+  if (Reducer::cutsComplexAsReal() && c10::isComplexType(dtype) && private_buckets &&
+      private_buckets != std::string_view("1")) {
+    size *= 2;
+    options = options.dtype(c10::toRealValueType(dtype));
+  }
   if (options.device().is_cuda() && gpuIfAny()) return at::empty({size}, options);
   TORCH_CHECK_VALUE(options.device().is_cpu(), "ringreduce allocateTensor: on ", options.device());
   const std::shared_ptr<Group> group = groupIfAny();

@@ -133,6 +133,35 @@ def test_ddp_buckets_in_our_memory(me: Rank) -> None:
     assert ours == [True, False]
 
 
+class Spectral(nn.Module):
+    """With complex weights, which DDP averages as real numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.mix = nn.Parameter(torch.randn(96, 96, dtype=torch.complex64))
+        self.scale = nn.Parameter(torch.randn(96))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (torch.fft.fft(x) @ self.mix).abs() * self.scale
+
+
+@on_ranks(2, 20.0)
+def test_complex_weights(me: Rank) -> None:
+    found = []
+    for group in (dist.group.WORLD, dist.new_group(backend="gloo")):
+        for as_view in (False, True):
+            model = DistributedDataParallel(
+                Spectral(), process_group=group, gradient_as_bucket_view=as_view
+            )
+            for step in range(3):  # DDP makes its buckets anew after the first
+                draw = torch.Generator().manual_seed(10 * step + me.rank)
+                model(torch.randn(3, 96, generator=draw)).square().mean().backward()
+            found.append([p.grad for p in model.parameters()])
+    for grads in found:
+        assert all(torch.equal(a, b) for a, b in zip(grads, found[-1], strict=True))
+
+
 def the_switch() -> bytes | None:
     """What DDP reads: os.environ does not show what C code has set."""
     getenv = ctypes.CDLL(None).getenv
@@ -154,7 +183,7 @@ def test_the_switch_of_buckets_goes_with_the_group(me: Rank) -> None:
 
 def without_descriptors(me: Rank) -> None:
     assert dist.group.WORLD is not None
-    shared = with_hook(me, "allreduce", dist.group.WORLD)  # imports all that it needs, too
+    gloos = with_hook(me, "allreduce", dist.new_group(backend="gloo"))  # imports all it needs, too
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = max(int(fd) for fd in os.listdir("/proc/self/fd"))
     resource.setrlimit(resource.RLIMIT_NOFILE, (used + 1, limits[1]))
@@ -163,7 +192,7 @@ def without_descriptors(me: Rank) -> None:
         while True:
             taken.append(os.dup(0))
     try:
-        assert torch.equal(with_hook(me, "allreduce", dist.group.WORLD), shared)
+        assert torch.equal(with_hook(me, "allreduce", dist.group.WORLD), gloos)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         for fd in taken:
