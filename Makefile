@@ -27,7 +27,7 @@ SEED ?= 0
 # An nvcc for cuda-build instead of the one from pip; cmake and ninja are then those in PATH.
 CUDA_NVCC ?=
 CUDA_VENV ?= .venv-cuda
-# GPUs that cuda-build makes machine code for; `make nightly` makes it for all.
+# GPUs that cuda-build makes machine code for (cmake/cuda.cmake); `make nightly` makes it for all.
 CUDA_ARCHS ?= 90
 # For cuda-build: a libringreduce_core.a of this very tree, which is then not compiled once more.
 CORE ?=
@@ -244,7 +244,7 @@ nightly: build
 	$(CMAKE) -B build/single -DRINGREDUCE_UNITY=OFF -DRINGREDUCE_WERROR=ON \
 	  -DRINGREDUCE_BUILD_EXTENSION=ON -DRINGREDUCE_PYTHON=$(BIN)/python
 	$(BIN)/cmake --build build/single --target _C -j $(JOBS)
-	$(MAKE) cuda-build CUDA_BUILD=build/cuda-all CUDA_ARCHS="75;80;86;89;90;100;120" PTX_CASES=1000 \
+	$(MAKE) cuda-build CUDA_BUILD=build/cuda-all CUDA_ARCHS=all PTX_CASES=1000 \
 	  RINGREDUCE_CMAKE_ARGS="$(RINGREDUCE_CMAKE_ARGS) -DRINGREDUCE_UNITY=OFF"
 	$(MAKE) asan SANITIZE_ALL=ON
 	$(MAKE) arm

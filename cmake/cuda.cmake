@@ -8,25 +8,30 @@
 #                   1     built, or an error that says what is missing
 #                   0     not built, and not looked for
 # The extension keeps the reason (`cuda_missing`), for its errors about CUDA tensors.
-# RINGREDUCE_CUDA_ARCHS   machine code for these (8.0 is 80), without those that nvcc does not know;
-#                         `native`: the GPUs of this machine.  PTX is added for the lowest, which
-#                         serves the GPUs in between that have no machine code of their own, and for
-#                         the highest, which serves all that are newer.
+# RINGREDUCE_CUDA_ARCHS   native  machine code for the GPUs of this machine
+#                         all     for one of each generation: others of a generation run its code
+#                         80;90   for these (8.0 is 80)
+#                         auto    native if there are GPUs, and all of them among those that nvcc
+#                                 knows and `all` serves; else all
+#                         Those that nvcc does not know are left out.  PTX is added for the lowest,
+#                         which serves the GPUs in between that no machine code serves, and for the
+#                         highest, which serves all that are newer.
 #
 # nvcc is CMAKE_CUDA_COMPILER, $CUDACXX, or the first in $CUDA_HOME/bin, $CUDA_PATH/bin, PATH and, for
 # the extension, what fits torch: among the packages of its Python (nvidia/cu13/bin), in
 # /usr/local/cuda-13.0, /usr/local/cuda-13 and /usr/local/cuda.
 set(RINGREDUCE_CUDA auto CACHE STRING "Build the GPU data plane: auto, 1 or 0")
-set(RINGREDUCE_CUDA_ARCHS "75;80;86;89;90;100;120" CACHE STRING "GPUs to compile for, or native")
+set(RINGREDUCE_CUDA_ARCHS auto CACHE STRING "GPUs to compile for: auto, native, all or a list")
+set(all_archs 75 80 90 100 120)
 set(RINGREDUCE_CUDA_USUAL /usr/local/cuda CACHE PATH "Where CUDA is, if nothing says where")
 option(RINGREDUCE_GPU_TESTS "Let ctest run the tests that need a GPU" OFF)
 
 if(NOT RINGREDUCE_CUDA MATCHES "^(auto|0|1)$")
   message(FATAL_ERROR "RINGREDUCE_CUDA is auto, 0 or 1, not \"${RINGREDUCE_CUDA}\".")
 endif()
-if(NOT RINGREDUCE_CUDA_ARCHS MATCHES "^(native|[0-9]+([; ][0-9]+)*)$")
-  message(FATAL_ERROR "RINGREDUCE_CUDA_ARCHS is native or a list of numbers as in 80;90 (for compute "
-                      "capability 8.0 and 9.0), not \"${RINGREDUCE_CUDA_ARCHS}\".")
+if(NOT RINGREDUCE_CUDA_ARCHS MATCHES "^(auto|native|all|[0-9]+([; ][0-9]+)*)$")
+  message(FATAL_ERROR "RINGREDUCE_CUDA_ARCHS is auto, native, all or a list of numbers as in 80;90 (for "
+                      "compute capability 8.0 and 9.0), not \"${RINGREDUCE_CUDA_ARCHS}\".")
 endif()
 
 # --- Is everything there?  If not, `missing` says what ------------------------------------------------
@@ -81,7 +86,7 @@ if(NOT missing AND toolkit MATCHES "/nvidia/cu[0-9]+$" AND NOT EXISTS ${toolkit}
 endif()
 
 # That it is there is not enough: it may not know this C++ compiler, or lack headers or libraries.
-# The program that it has to make here also tells the GPUs of this machine, for `native`.
+# The program that it has to make here also tells the GPUs of this machine.
 set(probe ${PROJECT_BINARY_DIR}/cuda_probe)
 if(NOT missing AND NOT RINGREDUCE_NVCC_WORKS STREQUAL "${nvcc} ${CMAKE_CXX_COMPILER}")
   file(WRITE ${probe}.cu [[
@@ -117,11 +122,31 @@ if(NOT missing)
   set(cuda_version ${CMAKE_MATCH_1}.${CMAKE_MATCH_2})
   execute_process(COMMAND ${nvcc} --list-gpu-arch OUTPUT_VARIABLE known_archs)
   string(REGEX MATCHALL "[0-9]+" known_archs "${known_archs}")
-  if(RINGREDUCE_CUDA_ARCHS STREQUAL "native")
-    execute_process(COMMAND ${probe} OUTPUT_VARIABLE cuda_archs)
-    string(REGEX MATCHALL "[0-9]+" cuda_archs "${cuda_archs}")
+  set(cuda_archs ${all_archs})
+  if(RINGREDUCE_CUDA_ARCHS MATCHES "^(auto|native)$")
+    execute_process(COMMAND ${probe} OUTPUT_VARIABLE own_archs)
+    string(REGEX MATCHALL "[0-9]+" own_archs "${own_archs}")
+    set(archs_why "the GPUs of this machine")
+    if(RINGREDUCE_CUDA_ARCHS STREQUAL "native")
+      set(cuda_archs ${own_archs})
+    elseif(NOT own_archs)
+      set(archs_why "all, since no GPU is seen here")
+    else()
+      list(GET all_archs 0 oldest)
+      foreach(arch IN LISTS own_archs)
+        if(arch LESS oldest OR NOT arch IN_LIST known_archs)
+          set(archs_why "all, since a GPU of this machine is sm_${arch}")
+        endif()
+      endforeach()
+      if(NOT archs_why MATCHES "^all")
+        set(cuda_archs ${own_archs})
+      endif()
+    endif()
   else()
-    string(REPLACE " " ";" cuda_archs "${RINGREDUCE_CUDA_ARCHS}")
+    set(archs_why "RINGREDUCE_CUDA_ARCHS=${RINGREDUCE_CUDA_ARCHS}")
+    if(NOT RINGREDUCE_CUDA_ARCHS STREQUAL "all")
+      string(REPLACE " " ";" cuda_archs "${RINGREDUCE_CUDA_ARCHS}")
+    endif()
   endif()
   list(REMOVE_DUPLICATES cuda_archs)
   list(SORT cuda_archs COMPARE NATURAL)
@@ -168,6 +193,14 @@ endif()
 
 # --- The compiler and its flags -----------------------------------------------------------------------
 
+list(JOIN cuda_archs " sm_" cuda_text)
+set(cuda_text "${cuda_version}, sm_${cuda_text} and newer")
+message(STATUS "CUDA: ${cuda_text} (${archs_why}; ${shown_nvcc})")
+if(unknown_archs)
+  list(JOIN unknown_archs ", sm_" unknown_archs)
+  message(STATUS "CUDA: left out sm_${unknown_archs}, which nvcc ${cuda_version} does not know")
+endif()
+
 set(CMAKE_CUDA_COMPILER ${nvcc})
 set(CMAKE_CUDA_HOST_COMPILER ${CMAKE_CXX_COMPILER})
 list(TRANSFORM cuda_archs APPEND -real OUTPUT_VARIABLE CMAKE_CUDA_ARCHITECTURES)
@@ -182,14 +215,6 @@ set(CMAKE_CUDA_VISIBILITY_PRESET hidden)
 enable_language(CUDA)
 # CMake before 3.25.2 does not know how nvcc is asked for C++20.
 set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION -std=c++20)
-
-list(JOIN cuda_archs " sm_" cuda_text)
-set(cuda_text "${cuda_version}, sm_${cuda_text} and newer")
-message(STATUS "CUDA: ${cuda_text} (${shown_nvcc})")
-if(unknown_archs)
-  list(JOIN unknown_archs ", sm_" unknown_archs)
-  message(STATUS "CUDA: left out sm_${unknown_archs}, which nvcc ${cuda_version} does not know")
-endif()
 
 # nvcc compiles a file for one GPU after the other unless told otherwise: where there are more cores
 # than files, several at a time.

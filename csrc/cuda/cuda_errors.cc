@@ -60,8 +60,9 @@ const char* adviceFor(int code) {
              "ranks with spawn, or fork before the first use";
     case cudaErrorNoKernelImageForDevice:
     case cudaErrorInvalidDeviceFunction:
-      return "ringreduce was built for other GPUs: build it again on this machine with "
-             "RINGREDUCE_CUDA_ARCHS=native in the environment";
+      return "ringreduce was built for other GPUs (python -m ringreduce.config says for which): "
+             "build it again on this machine with RINGREDUCE_CUDA_ARCHS=native in the environment, "
+             "or with RINGREDUCE_CUDA_ARCHS=all for several machines";
     case cudaErrorSystemDriverMismatch:
     case cudaErrorCompatNotSupportedOnDevice:
       return "The driver's kernel module and its libraries are of different versions: reboot, or "

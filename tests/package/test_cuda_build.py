@@ -156,6 +156,45 @@ def test_beside_a_torch_for_gpus_it_is_built_or_the_build_stops(
         assert way_out in said
 
 
+# One that compiles nothing: of the program that tells the GPUs of this machine it makes a script.
+SEES = """\
+#!/bin/sh
+case "$*" in
+  --version) echo "Cuda compilation tools, release 12.6, V12.6.20" ;;
+  --list-gpu-arch) printf 'compute_%s\\n' 70 75 80 86 89 90 ;;
+  *cuda_probe.cu*) for out; do :; done; printf '#!/bin/sh\\n{}\\n' > "$out"; chmod +x "$out" ;;
+  *) exit 1 ;;
+esac
+"""
+ALL_THAT_IT_KNOWS = "sm_75 sm_80 sm_90 and newer"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "asked", "says"),
+    [
+        ("90 90", None, "sm_90 and newer (the GPUs of this machine;"),
+        ("90 86", "auto", "sm_86 sm_90 and newer (the GPUs of this machine;"),
+        ("89", "native", "sm_89 and newer (the GPUs of this machine;"),
+        ("", None, f"{ALL_THAT_IT_KNOWS} (all, since no GPU is seen here;"),
+        ("120", None, f"{ALL_THAT_IT_KNOWS} (all, since a GPU of this machine is sm_120;"),
+        ("90 70", None, f"{ALL_THAT_IT_KNOWS} (all, since a GPU of this machine is sm_70;"),
+        ("90", "all", f"{ALL_THAT_IT_KNOWS} (RINGREDUCE_CUDA_ARCHS=all;"),
+        ("90", "75 86", "sm_75 sm_86 and newer (RINGREDUCE_CUDA_ARCHS=75 86;"),
+        ("", "native", "this machine has no GPU to compile for"),
+        ("120", "native", "compiles for none of the GPUs asked for"),
+        ("", "some", "RINGREDUCE_CUDA_ARCHS is auto, native, all or a list of numbers"),
+    ],
+)
+def test_it_compiles_for_the_gpus_that_are_here_or_for_all(
+    tmp_path: Path, gpus: str, asked: str | None, says: str
+) -> None:
+    nvcc = SEES.format("".join(f"echo {gpu};" for gpu in gpus.split()))
+    arguments = [] if asked is None else [f"-DRINGREDUCE_CUDA_ARCHS={asked}"]
+    status, said = configure(tmp_path, nvcc, "-DRINGREDUCE_CUDA=1", *arguments)
+    assert status != 0  # there is no such compiler, as CMake finds when it has said this
+    assert says in said
+
+
 def test_the_build_keeps_the_reason_why_it_is_not_built(tmp_path: Path) -> None:
     arguments = beside_a_torch_for_gpus(tmp_path)
     status, said = configure(tmp_path, None, "-DRINGREDUCE_CUDA=0", *arguments)
