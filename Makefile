@@ -351,13 +351,14 @@ fuzz: $(VENV)/.ready
 	    build/fuzz/found/$$target tests/fuzz/corpus/$$target || exit 1; \
 	done
 
-# Warnings are errors here, a kernel that spills registers is one, and ctest runs what needs no GPU.
+# Warnings are errors here, a kernel that spills registers is one, so are kernels that have grown too large, and ctest runs what needs no GPU.
 cuda-build: $(if $(CUDA_NVCC),,$(CUDA_VENV)/.ready)
 	$(CUDA_CMAKE) -B $(CUDA_BUILD)
 	$(CUDA_BIN)cmake --build $(CUDA_BUILD) --target cuda_all -j $(JOBS)
 	cd $(CUDA_BUILD) && $(CUDA_BIN)ctest -L cuda --output-on-failure
 	$(PYTHON) tests/cuda/kernel_report.py $(CUDA_BUILD)/ptxas.log
 	$(PYTHON) tests/cuda/kernel_lint.py --tools $(dir $(NVCC)) $(CUDA_BUILD)
+	$(PYTHON) tests/cuda/library_size.py $(CUDA_BUILD)
 	for kind in floating integer; do \
 	  PATH="$(dir $(NVCC)):$$PATH" cuobjdump -ptx $(KERNELS)/kernels_$$kind.cu.o > $(CUDA_BUILD)/kernels_$$kind.ptx || exit 1; \
 	done

@@ -226,11 +226,16 @@ math(EXPR threads "(${cores} + ${cuda_file_count} - 1) / ${cuda_file_count}")
 # Constexpr functions of the core (cuts, orders, counters) run on the GPU as they are.  A kernel that
 # spills registers, or indexes an array that then lies in memory, is slow without looking so: a warning.
 # Compressed: by itself nvcc leaves code that has line numbers (-lineinfo, for profilers) as it is, and
-# the library is four times as large.
+# the library is four times as large.  The smallest form asks for drivers of CUDA 12.4 (550) or newer,
+# as programs of CUDA 13 do anyhow; those of CUDA 12 otherwise run on older ones.
 set(cuda_options
     -fmad=false -lineinfo --expt-relaxed-constexpr --threads=${threads}
     -Xfatbin=-compress-all -Xcompiler=-Wall,-Wextra,-ffp-contract=off
     -Xptxas=-v,--warn-on-spills,--warn-on-local-memory-usage)
+execute_process(COMMAND ${nvcc} --help OUTPUT_VARIABLE nvcc_help)
+if(cuda_major GREATER_EQUAL 13 AND nvcc_help MATCHES "--compress-mode [^\n]*size")
+  list(APPEND cuda_options --compress-mode=size)
+endif()
 if(RINGREDUCE_WERROR)
   list(APPEND cuda_options -Werror=all-warnings -Xcompiler=-Werror)
 endif()

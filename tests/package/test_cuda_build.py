@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "cuda"))
 
 import kernel_report  # noqa: E402
+import library_size  # noqa: E402
 
 # What ptxas says of a kernel, of one that spills, and of a function that it calls.
 LOG = """\
@@ -193,6 +194,30 @@ def test_it_compiles_for_the_gpus_that_are_here_or_for_all(
     status, said = configure(tmp_path, nvcc, "-DRINGREDUCE_CUDA=1", *arguments)
     assert status != 0  # there is no such compiler, as CMake finds when it has said this
     assert says in said
+
+
+@pytest.mark.parametrize(
+    ("bytes", "flags", "status"),
+    [
+        (library_size.MOST_MACHINE_CODE, "--compress-mode=size", 0),
+        (10**7, "--compress-mode=size", 1),
+        (10**7, "", 0),
+    ],
+)
+def test_a_library_that_has_grown_too_large_is_told(
+    tmp_path: Path, bytes: int, flags: str, status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert library_size.main(tmp_path) == 2
+    kernels = tmp_path / "CMakeFiles/ringreduce_cuda.dir/csrc/kernels.cu.o"
+    kernels.parent.mkdir(parents=True)
+    kernels.write_bytes(b"\0" * bytes)
+    (tmp_path / "libringreduce_cuda.a").touch()
+    (tmp_path / "build.ninja").write_text(flags)
+    (tmp_path / "ptxas.log").write_text(LOG.replace("sm_120", "sm_90"))
+    assert library_size.main(tmp_path) == status
+    said = capsys.readouterr()
+    assert f"for 1 GPUs {bytes:,}" in said.out and ("(limit" in said.out) == bool(flags)
+    assert ("larger than" in said.err) == bool(status)
 
 
 def test_the_build_keeps_the_reason_why_it_is_not_built(tmp_path: Path) -> None:
