@@ -351,7 +351,8 @@ fuzz: $(VENV)/.ready
 	    build/fuzz/found/$$target tests/fuzz/corpus/$$target || exit 1; \
 	done
 
-# Warnings are errors here, a kernel that spills registers is one, so are kernels that have grown too large, and ctest runs what needs no GPU.
+# Warnings are errors here; so are a kernel that spills registers and kernels that have grown too large.
+# ctest runs what needs no GPU.
 cuda-build: $(if $(CUDA_NVCC),,$(CUDA_VENV)/.ready)
 	$(CUDA_CMAKE) -B $(CUDA_BUILD)
 	$(CUDA_BIN)cmake --build $(CUDA_BUILD) --target cuda_all -j $(JOBS)
