@@ -19,9 +19,9 @@ def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch
     work as before.
 
     Each rank makes its own; no rank waits for another.  The memory belongs to the tensor, not to a
-    group, and cannot be resized.  Keep such tensors: the first call with new ones maps them on all
-    ranks, and each takes a file descriptor.  A forked child cannot change them, but may see
-    what the parent writes later, and zeros after the parent has freed them.
+    group; a tensor that grows moves to ordinary memory.  Keep such tensors: the first call with new
+    ones maps them on all ranks, and each takes a file descriptor.  A forked child cannot change
+    them, but may see what the parent writes later, and zeros after the parent has freed them.
 
     Args:
         size: the shape, as for `torch.empty`.

@@ -53,21 +53,31 @@ class Reducer : c10d::Reducer {
 };
 
 // Makes DDP ask its group for its buckets' memory, which torch (2.11 to 2.15) does only if this
-// variable is 0, until the last owner of the result lets it go.  What the user has set stays.
-std::shared_ptr<void> switchBucketsOn() {
-  static std::mutex mutex;
-  static std::weak_ptr<void> known;  // of ranks that are threads
-  const std::lock_guard lock(mutex);
-  if (std::shared_ptr<void> on = known.lock()) return on;
-  if (std::getenv(kBucketSwitch)) return nullptr;
-  setenv(kBucketSwitch, "0", 1);
-  const std::shared_ptr<void> on(std::getenv(kBucketSwitch), [](const void* ours) {
-    const std::lock_guard off(mutex);
-    if (std::getenv(kBucketSwitch) == ours) unsetenv(kBucketSwitch);
-  });
-  known = on;
-  return on;
-}
+// variable is 0, until the last owner lets go.  What the user has set before stays.  Processes that
+// this one starts inherit it.
+class BucketSwitch {
+ public:
+  static std::shared_ptr<void> on() {
+    static BucketSwitch only;
+    const std::lock_guard lock(only.mutex_);
+    const char* const set = std::getenv(kBucketSwitch);
+    if (set && set != only.ours_) return nullptr;
+    if (!set) setenv(kBucketSwitch, "0", 1);
+    only.ours_ = std::getenv(kBucketSwitch);
+    ++only.owners_;
+    return {&only, [](BucketSwitch* held) { held->off(); }};
+  }
+
+ private:
+  void off() {
+    const std::lock_guard lock(mutex_);
+    if (--owners_ == 0 && std::getenv(kBucketSwitch) == ours_) unsetenv(kBucketSwitch);
+  }
+
+  std::mutex mutex_;
+  int owners_ = 0;  // ranks may be threads
+  const char* ours_ = nullptr;
+};
 
 }  // namespace
 
@@ -559,7 +569,7 @@ void Backend::lendBuckets() {
   const std::shared_ptr<Group> group = groupIfAny();
   if (!group || !group->epoch()->usesTensorsInPlace()) return;
   const std::lock_guard lock(group_mutex_);
-  lends_buckets_ = switchBucketsOn();
+  lends_buckets_ = BucketSwitch::on();
 }
 
 }  // namespace ringreduce

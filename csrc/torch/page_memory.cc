@@ -33,7 +33,8 @@ size_t bytesOf(at::IntArrayRef sizes, const at::TensorOptions& options) {
 
 at::Tensor tensorIn(c10::DataPtr memory, at::IntArrayRef sizes, const at::TensorOptions& options) {
   const c10::Storage storage(c10::Storage::use_byte_size_t(), bytesOf(sizes, options),
-                             std::move(memory), nullptr, /*resizable=*/false);
+                             std::move(memory), c10::GetAllocator(c10::DeviceType::CPU),
+                             /*resizable=*/true);
   const at::Tensor tensor = at::empty({0}, options);
   return tensor.set_(storage, 0, sizes, c10::contiguous_strides(sizes));
 }

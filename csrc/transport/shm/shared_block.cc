@@ -14,8 +14,10 @@
 #include <mutex>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "base/bytes.h"
+#include "base/clock.h"
 #include "base/error.h"
 
 namespace ringreduce {
@@ -25,8 +27,23 @@ struct SharedBlocks {
   std::map<const std::byte*, SharedBlock*> by_address;
   std::atomic<size_t> count{0};
   uint64_t numbers = 0;
-  std::multimap<size_t, std::shared_ptr<SharedBlock>> kept;  // by size
-  std::map<size_t, int> asked;                               // how often reuse() was, by size
+
+  // DDP asks for a size twice when it makes its buckets, and then lets go of the first.
+  static constexpr int kAgainAndAgain = 3;
+  static constexpr Nanos kKeptFor = 10 * kSecond;
+  static constexpr size_t kMostKept = size_t{1} << 30;
+
+  struct Kept {
+    std::shared_ptr<SharedBlock> block;
+    Nanos since;
+  };
+  struct Asked {
+    int times = 0;  // with less than kKeptFor between them
+    Nanos last = 0;
+  };
+  std::multimap<size_t, Kept> kept;  // by size
+  size_t kept_bytes = 0;
+  std::map<size_t, Asked> asked;  // of reuse(), by size
 
   static SharedBlocks& all() {
     static SharedBlocks* blocks = [] {
@@ -35,6 +52,20 @@ struct SharedBlocks {
       return made;
     }();
     return *blocks;
+  }
+
+  // What was kept for too long, and forgets sizes that nobody asks for.
+  std::vector<std::shared_ptr<SharedBlock>> takeOld() {
+    std::vector<std::shared_ptr<SharedBlock>> old;
+    const Nanos before = now() - kKeptFor;
+    std::erase_if(asked, [&](const auto& one) { return one.second.last < before; });
+    std::erase_if(kept, [&](auto& one) {
+      if (one.second.since >= before) return false;
+      kept_bytes -= one.first;
+      old.push_back(std::move(one.second.block));
+      return true;
+    });
+    return old;
   }
 
   // A view of the file shows what is in the block, and keeps what the child writes.  Some pages of
@@ -86,33 +117,47 @@ std::shared_ptr<SharedBlock> SharedBlock::create(size_t bytes) {
 }
 
 std::shared_ptr<SharedBlock> SharedBlock::reuse(size_t bytes) {
-  constexpr size_t kMostSizes = 4096;
   const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
   const size_t size = roundUp(bytes == 0 ? 1 : bytes, page);
   SharedBlocks& all = SharedBlocks::all();
-  std::shared_ptr<SharedBlock> block;
+  std::vector<std::shared_ptr<SharedBlock>> dropped;  // ends after the lock
   {
     const std::lock_guard lock(all.mutex);
-    if (all.asked.size() >= kMostSizes) all.asked.clear();
-    ++all.asked[size];
-    if (auto found = all.kept.extract(size)) block = std::move(found.mapped());
-    if (block && !block->detached_) return block;
+    dropped = all.takeOld();
+    auto& [times, last] = all.asked[size];
+    last = now();
+    ++times;
+    if (auto found = all.kept.extract(size)) {
+      all.kept_bytes -= size;
+      std::shared_ptr<SharedBlock>& block = found.mapped().block;
+      if (!block->detached_) return std::move(block);
+      dropped.push_back(std::move(block));
+    }
   }
   return create(bytes);
 }
 
 void SharedBlock::keep(std::shared_ptr<SharedBlock> block) {
   SharedBlocks& all = SharedBlocks::all();
+  std::vector<std::shared_ptr<SharedBlock>> dropped;  // ends after the lock
   const std::lock_guard lock(all.mutex);
-  if (!block->detached_ && all.asked[block->size()] > 1)
-    all.kept.emplace(block->size(), std::move(block));
+  dropped = all.takeOld();
+  const size_t size = block->size();
+  const auto asked = all.asked.find(size);
+  if (block->detached_ || asked == all.asked.end() ||
+      asked->second.times < SharedBlocks::kAgainAndAgain ||
+      all.kept_bytes + size > SharedBlocks::kMostKept)
+    return;
+  all.kept_bytes += size;
+  all.kept.emplace(size, SharedBlocks::Kept{std::move(block), now()});
 }
 
 void SharedBlock::dropKept() {
-  std::multimap<size_t, std::shared_ptr<SharedBlock>> dropped;  // ends after the lock
   SharedBlocks& all = SharedBlocks::all();
+  std::multimap<size_t, SharedBlocks::Kept> dropped;  // ends after the lock
   const std::lock_guard lock(all.mutex);
   dropped.swap(all.kept);
+  all.kept_bytes = 0;
   all.asked.clear();
 }
 
