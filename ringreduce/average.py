@@ -98,6 +98,7 @@ def _flat(bucket: list[torch.Tensor], group: dist.ProcessGroup, number: int) -> 
     place = (bucket[0].dtype, bucket[0].device), number
     elements = sum(gradient.numel() for gradient in bucket)
     if place not in kept or kept[place].numel() != elements:
+        kept.pop(place, None)  # the memory may serve again
         dtype, device = place[0]
         backend = backend_of(group)
         assert backend is not None

@@ -53,7 +53,8 @@ class Reducer : c10d::Reducer {
 };
 
 // Makes DDP ask its group for its buckets' memory, which torch (2.11 to 2.15) does only if this
-// variable is 0, until the last owner lets go.  What the user has set before stays.  Processes that
+// variable is 0, until the last owner lets go.  What the user has set before stays.  It holds for
+// DDP on groups of other backends too.  Processes that
 // this one starts inherit it.
 class BucketSwitch {
  public:

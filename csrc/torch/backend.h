@@ -208,7 +208,7 @@ class Backend final : public c10d::Backend {
   void shutdown() override;
 
   // Memory that is aligned to pages, in huge ones where the system has them.  In a group on one
-  // host its peers can map it, unless the system has no more such memory or descriptors.  On a GPU
+  // host its peers can map it, unless no descriptors are left.  On a GPU
   // it is the caching allocator's: DDP's buckets are registered when the hook sees them.  Where DDP
   // asks for its buckets, complex numbers are given as twice as many real ones, as it cuts them.
   bool supportsTensorAlloc(c10::DeviceIndex device) override { return device < 0 || gpu_; }

@@ -27,7 +27,8 @@ at::Tensor pageTensor(at::IntArrayRef sizes, const at::TensorOptions& options);
 // Throws Error(kSetup).
 at::Tensor sharedTensor(at::IntArrayRef sizes, const at::TensorOptions& options);
 
-// The same in memory that is used again for tensors of that size, so not zeroed.
+// The same, perhaps in memory that another tensor of that size has let go: its bytes are whatever
+// was there.
 at::Tensor reusedTensor(at::IntArrayRef sizes, const at::TensorOptions& options);
 
 }  // namespace ringreduce

@@ -348,6 +348,28 @@ TEST(a_reader_that_gives_no_credit_is_named) {
       named());
 }
 
+// The only leader of an all-reduce waits for what the others stage, and takes no credit.
+TEST(a_rank_that_stages_nothing_for_the_leader_is_named) {
+  constexpr int kLeader = 0, kStaged = 1;
+  ranks::inGroup(
+      3,
+      [](Group& group) {
+        Rank rank(group);
+        rank.watchdog().announce({.count = 7, .kind = Kind::kAllReduce, .dtype = DType::kFloat32});
+        group.run({Barrier{}});
+        if (group.rank() == kLeader) {
+          std::atomic_ref(rank.own().words[wordIndex(Word::kReady, 0, kStaged, 3)].word).store(1);
+          std::atomic_ref(rank.own().busy).store(1);
+        }
+        const Nanos timeout = group.rank() == kLeader ? 200 * kMillisecond : kLong;
+        rank.watchdog().track(timeout, [&] { return group.failed(); }, bucket);
+        while (!group.failed()) std::this_thread::yield();
+        CHECK(ranks::failureOf([&] { rank.watchdog().wait(kLong); }, "rank 2 (") ==
+              Failure::kTimeout);
+      },
+      named());
+}
+
 // What a kernel leaves behind when it gives up becomes the group's error.
 TEST(what_a_kernel_reports_is_raised) {
   ranks::inGroup(

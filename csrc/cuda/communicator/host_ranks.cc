@@ -108,7 +108,24 @@ int HostRanks::missingWord(const OpSignature& what) const {
       if (r != group_.rank() && get(wordOf(Word::kReady, half, r)) == 0 &&
           get(wordOf(Word::kFree, half, r)) == 0)
         return r;
+  // The only leader of an all-reduce takes no `free`.  Where some rank has staged, others should.
+  for (int half = 0; half < kHalves; ++half) {
+    const auto has_staged = [&](int r) {
+      return r != group_.rank() && get(wordOf(Word::kReady, half, r)) != 0;
+    };
+    bool some = false;
+    for (int r = 0; r < group_.size(); ++r) some = some || has_staged(r);
+    for (int r = 0; some && r < group_.size(); ++r)
+      if (r != group_.rank() && !has_staged(r)) return r;
+  }
   return (group_.rank() + 1) % group_.size();
+}
+
+bool HostRanks::isDone(int rank, uint64_t operations) const {
+  bool has_read = true;
+  for (int half = 0; half < kHalves && rank != group_.rank(); ++half)
+    has_read = has_read && get(wordOf(Word::kFree, half, rank)) != 0;
+  return has_read && state(rank).finished.observe() >= operations;
 }
 
 Nanos HostRanks::lossPatience(bool came) const {

@@ -315,6 +315,7 @@ double Stream::rateOfCopy(void* to, const void* from, size_t bytes) {
   await("copy memory");
   float milliseconds = 0;
   check(cudaEventElapsedTime(&milliseconds, begin.event, end.event), "time a copy", device_);
+  if (milliseconds <= 0) return 0;  // not known
   return static_cast<double>(bytes) / (static_cast<double>(milliseconds) / 1e3);
 }
 

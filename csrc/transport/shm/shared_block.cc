@@ -26,7 +26,7 @@ struct SharedBlocks {
   std::mutex mutex;
   std::map<const std::byte*, SharedBlock*> by_address;
   std::atomic<size_t> count{0};
-  uint64_t numbers = 0;
+  std::atomic<uint64_t> numbers{0};
 
   // DDP asks for a size twice when it makes its buckets, and then lets go of the first.
   static constexpr int kAgainAndAgain = 3;
@@ -109,8 +109,9 @@ std::shared_ptr<SharedBlock> SharedBlock::create(size_t bytes) {
   const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
   auto segment = Segment::create(roundUp(bytes == 0 ? 1 : bytes, page));
   SharedBlocks& all = SharedBlocks::all();
-  const std::lock_guard lock(all.mutex);
+  // Takes the lock of all segments, so not within that of all blocks: a fork takes both.
   const std::shared_ptr<SharedBlock> block(new SharedBlock(std::move(segment)));
+  const std::lock_guard lock(all.mutex);
   all.by_address[block->data()] = block.get();
   ++all.count;
   return block;

@@ -24,9 +24,9 @@ class SharedBlock : public std::enable_shared_from_this<SharedBlock> {
 
   // One that was kept, whose bytes are what its last owner left, else a new one.
   static std::shared_ptr<SharedBlock> reuse(size_t bytes);
-  // Keeps a block that nobody else refers to for reuse(), which then costs no system calls here and
-  // no mapping on the peers.  Only of a size that is asked for again and again, as FSDP does in
-  // each step, for some seconds, and not too many bytes.
+  // Keeps a block that nobody else refers to for reuse(), which then costs no system calls here,
+  // and no mapping on the peers if all ranks let go in the same order.  Only of a size that is
+  // asked for again and again, as FSDP does in each step, for some seconds, and not too many bytes.
   static void keep(std::shared_ptr<SharedBlock> block);
   // Frees what is kept.
   static void dropKept();
