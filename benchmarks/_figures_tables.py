@@ -273,6 +273,8 @@ def step(found: Found) -> Cells:
     }  # fmt: skip
     cells = [["", "ms a step", "of it sync", "gloo / this"]]
     for key, title in titles.items():
+        if key not in ways:  # in older results
+            continue
         way = ways[key]
         sync = ms(less(way["step"], way["no_sync"]))
         cells.append([title, ms(way["step"]), sync, beside(ways["stock"]["step"], way["step"])])
