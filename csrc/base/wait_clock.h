@@ -3,16 +3,15 @@
 //
 // How long a wait may last, and who throws Timeout:
 //
-//   an operation         its own timeout, else the group's (Group::execute); Arbiter::poll
-//   a message            the same; Messenger::timedOut
-//   making a group       GroupOptions::timeout; Meeting::stepClock (bootstrap/rendezvous.cc),
-//                        JoinGuard::giveUp (bootstrap/host_links.cc)
-//   descriptors          that of the group's making; group/exchange_fds.cc
-//   a plan after a loss  the group's and limits::kTimeToGoOn; Recovery::agree
-//   (survival/recovery.cc) streams of GPUs      those of the operations;
-//   cuda/communicator/watchdog.cc, between hosts
-//                        cuda/internode/nccl_ring.cc
-//   Work.wait(timeout)   what the caller gave; torch/work.cc, and the operation goes on
+//   an operation      its own timeout, else the group's (Group::execute): Arbiter::poll
+//   a message         the same: Messenger::timedOut
+//   making a group    GroupOptions::timeout: Meeting::stepClock, in bootstrap/rendezvous.cc, and
+//                     JoinGuard::giveUp, in bootstrap/host_links.cc
+//   descriptors       that of making the group: group/exchange_fds.cc
+//   after a loss      the group's and limits::kTimeToGoOn: Recovery::agree
+//   streams of GPUs   those of the operations: cuda/communicator/watchdog.cc, and between hosts
+//                     cuda/internode/nccl_ring.cc
+//   Work.wait         what the caller gave: torch/work.cc; the operation goes on
 //
 // What one rank grants another beyond these is in base/limits.h.
 #pragma once

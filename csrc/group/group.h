@@ -139,6 +139,8 @@ class Group : public std::enable_shared_from_this<Group> {
   // The same of messages that are not over.
   std::vector<OpRecord> pendingMessages() const;
 
+  std::atomic<int> gpu_communicators{0};  // one for each GPU that this rank has used, for errors
+
  private:
   Group(int rank, int size, const GroupOptions& options, std::unique_ptr<Executor> executor,
         std::shared_ptr<Epoch> epoch, std::shared_ptr<Group> local,

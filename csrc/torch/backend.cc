@@ -40,8 +40,6 @@ void refuseIfItGoesOn(const Group& group) {
                     "with on_loss='error'");
 }
 
-constexpr const char* kBucketSwitch = "DDP_DISABLE_COMM_MEM";
-
 // Whether DDP cuts buckets of complex gradients as real numbers.  It then views the memory that it
 // makes itself as such, but not what it gets from its group.
 class Reducer : c10d::Reducer {
@@ -52,27 +50,33 @@ class Reducer : c10d::Reducer {
   }
 };
 
-// Makes DDP ask its group for its buckets' memory, which torch (2.11 to 2.15) does only if this
-// variable is 0, until the last owner lets go.  What the user has set before stays.  It holds for
-// DDP on groups of other backends too.  Processes that
-// this one starts inherit it.
+// torch's switch, an environment variable.  DDP reads it whenever it makes its buckets, on groups
+// of any backend, and asks the group for their memory unless it is 1, which is torch's default.
+// Processes that this one starts inherit it.
 class BucketSwitch {
  public:
-  static std::shared_ptr<void> on() {
+  static bool isOn() {
+    const char* const set = std::getenv(kName);
+    return set && std::string_view(set) != "1";
+  }
+  // On until the last owner of the result lets go.  Null if the user has set it: that stays.
+  static std::shared_ptr<void> turnOn() {
     static BucketSwitch only;
     const std::lock_guard lock(only.mutex_);
-    const char* const set = std::getenv(kBucketSwitch);
+    const char* const set = std::getenv(kName);
     if (set && set != only.ours_) return nullptr;
-    if (!set) setenv(kBucketSwitch, "0", 1);
-    only.ours_ = std::getenv(kBucketSwitch);
+    if (!set) setenv(kName, "0", 1);
+    only.ours_ = std::getenv(kName);
     ++only.owners_;
-    return {&only, [](BucketSwitch* held) { held->off(); }};
+    return {&only, [](BucketSwitch* held) { held->letGo(); }};
   }
 
  private:
-  void off() {
+  static constexpr const char* kName = "DDP_DISABLE_COMM_MEM";
+
+  void letGo() {
     const std::lock_guard lock(mutex_);
-    if (--owners_ == 0 && std::getenv(kBucketSwitch) == ours_) unsetenv(kBucketSwitch);
+    if (--owners_ == 0 && std::getenv(kName) == ours_) unsetenv(kName);
   }
 
   std::mutex mutex_;
@@ -546,10 +550,8 @@ std::shared_ptr<c10::Allocator> Backend::getMemAllocator() {
 
 at::Tensor Backend::allocateTensor(long size, at::TensorOptions options) {
   TORCH_CHECK_VALUE(size >= 0, "ringreduce allocateTensor: ", size, " elements");
-  const char* const private_buckets = std::getenv(kBucketSwitch);
   const auto dtype = c10::typeMetaToScalarType(options.dtype());
-  if (Reducer::cutsComplexAsReal() && c10::isComplexType(dtype) && private_buckets &&
-      private_buckets != std::string_view("1")) {
+  if (Reducer::cutsComplexAsReal() && c10::isComplexType(dtype) && BucketSwitch::isOn()) {
     size *= 2;
     options = options.dtype(c10::toRealValueType(dtype));
   }
@@ -559,9 +561,11 @@ at::Tensor Backend::allocateTensor(long size, at::TensorOptions options) {
   if (group) try {
       if (group->epoch()->usesTensorsInPlace()) return reusedTensor({size}, options);
     } catch (const Error& error) {  // too many descriptors, for example: the slots will do
-      if (!allocates_alone_.exchange(true))
-        log("group '" + group->options().name +
-            "': a tensor of its memory is not shared, so calls on it are slower: " + error.what());
+      if (!told_unshared_.exchange(true))
+        log("group '" + group_options_.name + "': rank " + group_options_.shown(rank_) +
+            " cannot share the memory of a DDP bucket or another tensor that it asked for, so all "
+            "ranks' calls on it are slower: " +
+            error.what());
     }
   return pageTensor({size}, options);
 }
@@ -570,7 +574,7 @@ void Backend::lendBuckets() {
   const std::shared_ptr<Group> group = groupIfAny();
   if (!group || !group->epoch()->usesTensorsInPlace()) return;
   const std::lock_guard lock(group_mutex_);
-  lends_buckets_ = BucketSwitch::on();
+  lends_buckets_ = BucketSwitch::turnOn();
 }
 
 }  // namespace ringreduce

@@ -208,9 +208,9 @@ class Backend final : public c10d::Backend {
   void shutdown() override;
 
   // Memory that is aligned to pages, in huge ones where the system has them.  In a group on one
-  // host its peers can map it, unless no descriptors are left.  On a GPU
-  // it is the caching allocator's: DDP's buckets are registered when the hook sees them.  Where DDP
-  // asks for its buckets, complex numbers are given as twice as many real ones, as it cuts them.
+  // host its peers can map it, unless no descriptors are left.  On a GPU it is the caching
+  // allocator's: DDP's buckets are registered when the hook sees them.  While DDP takes its buckets
+  // from here, it gets `size` complex numbers as 2 * `size` real ones, and so does everybody else.
   bool supportsTensorAlloc(c10::DeviceIndex device) override { return device < 0 || gpu_; }
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
   // DDP takes its buckets' memory from there until the group is destroyed, if its peers can map
@@ -309,8 +309,8 @@ class Backend final : public c10d::Backend {
   const char* end_reason_ = nullptr;  // the last of them
   bool is_destroyed_ = false;         // shutdown() was called
   std::atomic<bool> roots_move_{false};
-  std::shared_ptr<void> lends_buckets_;       // while it does
-  std::atomic<bool> allocates_alone_{false};  // a tensor that it allocated could not be shared
+  std::shared_ptr<void> lends_buckets_;     // torch's switch, while it does
+  std::atomic<bool> told_unshared_{false};  // the log has said that a tensor could not be shared
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
   const std::string token_ = randomSecretText().substr(0, 16);  // of this backend, in its handles
   std::set<int64_t> used_uuids_;

@@ -39,6 +39,15 @@ at::Tensor tensorIn(c10::DataPtr memory, at::IntArrayRef sizes, const at::Tensor
   return tensor.set_(storage, 0, sizes, c10::contiguous_strides(sizes));
 }
 
+// `drop` gets the block's owner, a std::shared_ptr<SharedBlock>*.
+at::Tensor tensorIn(std::shared_ptr<SharedBlock> block, at::IntArrayRef sizes,
+                    const at::TensorOptions& options, c10::DeleterFnPtr drop) {
+  std::byte* const data = block->data();
+  return tensorIn(c10::DataPtr(data, new std::shared_ptr<SharedBlock>(std::move(block)), drop,
+                               c10::DeviceType::CPU),
+                  sizes, options);
+}
+
 }  // namespace
 
 c10::DataPtr PageAllocator::allocate(size_t bytes) {
@@ -64,18 +73,6 @@ std::shared_ptr<PageAllocator> pageAllocator() {
 at::Tensor pageTensor(at::IntArrayRef sizes, const at::TensorOptions& options) {
   return tensorIn(pageAllocator()->allocate(bytesOf(sizes, options)), sizes, options);
 }
-
-namespace {
-
-at::Tensor tensorIn(std::shared_ptr<SharedBlock> block, at::IntArrayRef sizes,
-                    const at::TensorOptions& options, c10::DeleterFnPtr drop) {
-  std::byte* const data = block->data();
-  return tensorIn(c10::DataPtr(data, new std::shared_ptr<SharedBlock>(std::move(block)), drop,
-                               c10::DeviceType::CPU),
-                  sizes, options);
-}
-
-}  // namespace
 
 at::Tensor sharedTensor(at::IntArrayRef sizes, const at::TensorOptions& options) {
   return tensorIn(SharedBlock::create(bytesOf(sizes, options)), sizes, options, [](void* context) {

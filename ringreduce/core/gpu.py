@@ -162,8 +162,8 @@ def _visible_gpus(count: int) -> list[str]:
     """Names the GPUs that CUDA shows this process; in all processes a GPU has the same name.
 
     Their numbers tell nothing: each process may have another GPU as its number 0.  A part of a GPU
-    (MIG) has the GPU's name, "#" and its own.  A GPU that nobody knows is taken for one of this
-    process alone: if it is not, NCCL says so.
+    (MIG) has the GPU's name, "#" and its own.  If neither library knows a GPU, the
+    process counts as the only one that uses it; if it is not, NCCL reports that.
 
     Args:
         count: of these GPUs.

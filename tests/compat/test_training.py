@@ -213,7 +213,8 @@ def test_buckets_are_private_where_no_descriptors_are_left(pool: Pool, world: Ma
     call = pool.start(without_descriptors, world(2), ranks=2, fresh=True)
     call.results()
     for rank in range(2):
-        assert call.log(rank).count("a tensor of its memory is not shared") == 1
+        told = f"rank {rank} cannot share the memory of a DDP bucket"
+        assert call.log(rank).count(told) == 1
 
 
 def in_detail(me: Rank, key: str) -> list[str]:

@@ -30,8 +30,9 @@ def main(build: Path) -> int:
     most = len(gpus) * MOST_MACHINE_CODE + min(len(gpus), 2) * MOST_PTX + MOST_ON_HOST
     limited = "--compress-mode=size" in (build / "build.ninja").read_text()
     library = (build / "libringreduce_cuda.a").stat().st_size
+    machines = " ".join(sorted(gpus))
     print(
-        f"The GPU library: {library:,} bytes, of which kernels for {len(gpus)} GPUs {size:,}"
+        f"The GPU library: {library:,} bytes, of which kernels for {machines} {size:,}"
         + f" (limit {most:,})" * limited
     )
     if limited and size > most:

@@ -216,7 +216,7 @@ def test_a_library_that_has_grown_too_large_is_told(
     (tmp_path / "ptxas.log").write_text(LOG.replace("sm_120", "sm_90"))
     assert library_size.main(tmp_path) == status
     said = capsys.readouterr()
-    assert f"for 1 GPUs {bytes:,}" in said.out and ("(limit" in said.out) == bool(flags)
+    assert f"for sm_90 {bytes:,}" in said.out and ("(limit" in said.out) == bool(flags)
     assert ("larger than" in said.err) == bool(status)
 
 

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <map>
 #include <system_error>
 
 #include "base/error.h"
@@ -27,29 +26,11 @@ constexpr Nanos kIdleRound = 50 * kMillisecond;  // while awake with nothing und
 // Probes and the search for ended processes cost system calls.
 constexpr Nanos kRollCall = 10 * kMillisecond;
 
-// The communicators of each group in this process: one for each GPU that its rank has used.
-struct Counts {
-  std::mutex mutex;
-  std::map<const Group*, int> of;
-};
-Counts& counts() {
-  static auto* all = new Counts;  // never destroyed: groups may end at exit
-  return *all;
-}
-// Returns how many there are then.
-int count(const Group& group, int more) {
-  const std::lock_guard lock(counts().mutex);
-  const auto entry = counts().of.try_emplace(&group, 0).first;
-  const int number = entry->second += more;
-  if (number == 0) counts().of.erase(entry);
-  return number;
-}
-
 }  // namespace
 
 Watchdog::Watchdog(Group& group, std::unique_ptr<WatchedRanks> ranks)
     : group_(group), ranks_(std::move(ranks)) {
-  count(group_, 1);
+  ++group_.gpu_communicators;
   try {
     watching_ = std::thread([this] { watch(); });
     collecting_ = std::thread([this] { collect(); });
@@ -73,7 +54,7 @@ void Watchdog::stop() {
   changed_.notify_all();
   for (std::thread* thread : {&watching_, &collecting_})
     if (thread->joinable()) thread->join();
-  count(group_, -1);
+  --group_.gpu_communicators;
 }
 
 // ---- calls of users' threads
@@ -331,7 +312,7 @@ void Watchdog::checkDeadlines() {
   found.text += ": GPU " + textOf(late->what) + " timed out after a timeout of " +
                 seconds(late->timeout) + late->where + labelOf(late->what.sequence);
   // The first communicators of all ranks belong together, then the second ones.
-  if (const int gpus = count(group_, 0); gpus > 1)
+  if (const int gpus = group_.gpu_communicators; gpus > 1)
     found.text += "; " + epoch_->peers().who(group_.rank()) + " calls the group on " +
                   std::to_string(gpus) +
                   " GPUs: have all ranks used theirs for the first time in the same order?";

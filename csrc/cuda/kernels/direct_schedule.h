@@ -40,9 +40,9 @@
 //
 // Failures.  A host that learns of one first sets the abort flags of all ranks, after which kernels
 // write nothing but poison, and then the words that its own stream waits for, `free` too
-// (HostRanks::release).  So nobody waits for a dead rank, no half is filled that a late leader may
-// still read, and outputs of calls that had not ended are poisoned.  A root whose call has ended
-// learns by its next calls that a reader never came.
+// (HostRanks::release).  So no rank waits for a dead one, and the outputs of calls that had not
+// ended are poisoned.  A late leader may still read a half, but kernels no longer fill it.  A root
+// whose call has ended learns by its next calls that a reader never came.
 //
 // An all-reduce has one leader, or as many as there are ranks where there is enough to share out
 // and ranks have more than one GPU.  On one, several leaders would keep each other waiting for a

@@ -28,7 +28,7 @@ struct SharedBlocks {
   std::atomic<size_t> count{0};
   std::atomic<uint64_t> numbers{0};
 
-  // DDP asks for a size twice when it makes its buckets, and then lets go of the first.
+  // DDP asks for a size twice while it makes its buckets, and lets go of the first for good.
   static constexpr int kAgainAndAgain = 3;
   static constexpr Nanos kKeptFor = 10 * kSecond;
   static constexpr size_t kMostKept = size_t{1} << 30;
@@ -54,7 +54,8 @@ struct SharedBlocks {
     return *blocks;
   }
 
-  // What was kept for too long, and forgets sizes that nobody asks for.
+  // Takes out the blocks that were kept for too long.  Forgets the sizes that were not asked for
+  // lately.
   std::vector<std::shared_ptr<SharedBlock>> takeOld() {
     std::vector<std::shared_ptr<SharedBlock>> old;
     const Nanos before = now() - kKeptFor;

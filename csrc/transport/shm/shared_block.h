@@ -22,11 +22,12 @@ class SharedBlock : public std::enable_shared_from_this<SharedBlock> {
   // Of at least `bytes`, zeroed, in whole pages.  Throws Error(kSetup).
   static std::shared_ptr<SharedBlock> create(size_t bytes);
 
-  // One that was kept, whose bytes are what its last owner left, else a new one.
+  // A block that was kept, with whatever bytes its last owner left, else a new one.
   static std::shared_ptr<SharedBlock> reuse(size_t bytes);
-  // Keeps a block that nobody else refers to for reuse(), which then costs no system calls here,
-  // and no mapping on the peers if all ranks let go in the same order.  Only of a size that is
-  // asked for again and again, as FSDP does in each step, for some seconds, and not too many bytes.
+  // Keeps a block for reuse(), if nobody else refers to it.  Reuse makes no system calls.  Peers
+  // map nothing anew if all ranks let go of their blocks in the same order.  A block is kept for
+  // some seconds, if its size was asked for several times, as FSDP does in each step, and if not
+  // too much is kept already.
   static void keep(std::shared_ptr<SharedBlock> block);
   // Frees what is kept.
   static void dropKept();
