@@ -48,8 +48,6 @@ set_target_properties(nccl_on_fake PROPERTIES
   PREFIX "" OUTPUT_NAME libnccl SUFFIX .so.2
   LIBRARY_OUTPUT_DIRECTORY ${on_fake}/lib)
 
-file(GLOB cuda_perf_sources CONFIGURE_DEPENDS benchmarks/cuda_perf.cc benchmarks/cuda/*.cc)
-
 # --- The extension: on_fake/ringreduce, the package with this one in it ---------------------------------
 
 set(host_kernels "")
@@ -87,8 +85,9 @@ file(CONFIGURE OUTPUT ${metadata}/entry_points.txt
      CONTENT "[torch.backends]\nringreduce = _ringreduce_autoload:register\nfake = host_ops:install\n")
 file(CREATE_LINK ${here}/host_ops.py ${on_fake}/host_ops.py SYMBOLIC)
 
-# The program of gpu-check whose ranks are processes, on the same fake.
-add_executable(cuda_perf_on_fake ${here}/gpu_data.cc ${cuda_perf_sources}
+# The program of gpu-check whose ranks are processes, of the same objects, on the same fake.
+add_executable(cuda_perf_on_fake ${here}/gpu_data.cc
+  $<FILTER:$<TARGET_OBJECTS:ringreduce_cuda_perf>,EXCLUDE,[.]cu[.]o>
   $<TARGET_OBJECTS:ringreduce_cuda_host> $<TARGET_OBJECTS:ringreduce_host_kernels>)
 target_include_directories(cuda_perf_on_fake SYSTEM PRIVATE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
 target_link_libraries(cuda_perf_on_fake PRIVATE ringreduce_core fake_cudart ${CMAKE_DL_LIBS})
