@@ -1,9 +1,17 @@
 // Chooses the algorithm of every call of the CPU, and holds the cost model behind the choice:
 // `choose` is the one place that decides.  Its table (choose.cc) has a row for each kind of call
-// and algorithm.  Collectives run what it says, `--explain` prints it, the planner asks it.  Before
-// it, and for all sizes alike: tensors that all ranks have in shared blocks are used in place
-// (`inPlace`, collectives/collectives.h), and a compressed all-reduce goes by the hierarchy where
-// there is one (`Hierarchy::takes`).  For GPUs cuda/kernels/gpu_tuning.h chooses.
+// and algorithm.  Collectives run what it says, `--explain` prints it, the planner asks it.
+//
+// All that is decided on a call, in this order:
+//
+//   GPU tensors     not here.  GpuCommunicator::performs says whether there are kernels for the
+//                   call (torch/gpu_calls.cc), and cuda/kernels/gpu_tuning.h chooses one.
+//   exact or coded  what the hook was given; codec="auto" measures (group/compression.h)
+//   in place        where all ranks have the tensors in shared blocks: `inPlace`
+//                   (collectives/collectives.h), whatever the algorithm
+//   hierarchy       between hosts.  `choose` is asked with it among the candidates for all_reduce;
+//                   a coded one takes it unless the user named another (`Hierarchy::takes`).
+//   algorithm       `choose`.  What a user names counts for all_reduce, where it can be had.
 //
 // Inside a host every byte goes through the caches, so cost is counted in passes over the message:
 // bytes that one rank reads and writes, for a message of S bytes and P ranks.

@@ -87,6 +87,7 @@ struct Given {
 
 constexpr const char* kOwn = "each rank's";
 constexpr const char* kRank0 = "rank 0's";
+constexpr const char* kLowest = "rank 0's; of a group on several hosts each host's lowest rank's";
 constexpr const char* kSame = "the same on all ranks";
 constexpr const char* kSlowest = "the slowest rank's";
 
@@ -108,9 +109,9 @@ const Row kRows[] = {
      "rank: sums add the ranks' values in the order 0, 1, 2, ...", kRank0,
      [](C& c, Given& g) { c.order = g.word({"ring", "rank"}); }},
     {"RINGREDUCE_SLOT_BYTES", "128K; 256K where ranks outnumber cores",
-     "4K to 64M, a multiple of 128", "the size of a slot of shared memory", kRank0,
+     "4K to 64M, a multiple of 128", "the size of a slot of shared memory", kLowest,
      [](C& c, Given& g) { c.slot_bytes = g.integer(C::kLeastSlotBytes, C::kMostSlotBytes); }},
-    {"RINGREDUCE_SLOTS", "4", "3 to 32", "slots a rank has, for each of its two wires", kRank0,
+    {"RINGREDUCE_SLOTS", "4", "3 to 32", "slots a rank has, for each of its two wires", kLowest,
      [](C& c, Given& g) { c.slots = g.integer(C::kLeastSlots, C::kMostSlots); }},
     {"RINGREDUCE_ON_LOSS", "error", "error, continue",
      "continue: operations go on without ranks that are lost", kRank0,
@@ -171,7 +172,7 @@ const Row kRows[] = {
                                                    std::to_string(C::kMostHostId) + "; shorten it");
      }},
     {"RINGREDUCE_CUDA_ALGORITHM", "auto", "auto, direct, oneshot, twoshot, ring, ll",
-     "the algorithm of all-reduce on GPUs", kRank0,
+     "the algorithm of all-reduce on GPUs", "each host's lowest rank's",
      [](C& c, Given& g) {
        c.cuda_algorithm = g.gpuWord({"auto", "direct", "oneshot", "twoshot", "ring", "ll"});
      }},

@@ -3,14 +3,21 @@
 //
 // How long a wait may last, and who throws Timeout:
 //
-//   an operation      its own timeout, else the group's (Group::execute): Arbiter::poll
-//   a message         the same: Messenger::timedOut
+//   an operation      its own timeout, else the group's (Group::execute).  Arbiter::poll throws,
+//                     and `late` (health/judge.h) names the rank.
+//   a message         the same: Messenger::timedOut (p2p/messenger.cc)
 //   making a group    GroupOptions::timeout: Meeting::stepClock, in bootstrap/rendezvous.cc, and
 //                     JoinGuard::giveUp, in bootstrap/host_links.cc
+//   a successor       that, and limits::kLaterNews: survival/successor.h
 //   descriptors       that of making the group: group/exchange_fds.cc
-//   after a loss      the group's and limits::kTimeToGoOn: Recovery::agree
-//   streams of GPUs   those of the operations: cuda/communicator/watchdog.cc, and between hosts
-//                     cuda/internode/nccl_ring.cc
+//   after a loss      the group's and limits::kTimeToGoOn: Recovery::agree (survival/recovery.cc)
+//   joining           the group's: State._ask, in ringreduce/elastic.py
+//   leaving           the group's: Messenger::stop.  It is logged, and what was not sent fails.
+//   a GPU's kernel    the operation's, by the GPU's clock: Guard::ending (cuda/kernels/guard.h)
+//   a GPU's stream    the operation's: Watchdog::checkDeadlines, which throws for the kernel too.
+//                     Who is late is said by cuda/communicator/host_ranks.cc, or between hosts by
+//                     cuda/internode/remote_ranks.cc and, in NCCL, nccl_ring.cc and nccl.cc.
+//   a host for a GPU  what the caller gave, else the group's: torch/gpu_backend.cc
 //   Work.wait         what the caller gave: torch/work.cc; the operation goes on
 //
 // What one rank grants another beyond these is in base/limits.h.

@@ -19,7 +19,9 @@ namespace ringreduce {
 // What a lost rank means for a group: it fails, or goes on without it.
 enum class OnLoss : uint8_t { kError, kContinue };
 
-// Rank 0's values hold for all: the others learn them when they join.
+// Rank 0's values hold for all.  On one host its invitation carries them (Meeting::publish and
+// join, in rendezvous.cc); between hosts each rank tells its own (HostLinks::open), and all take
+// rank 0's (HostLinks::readOptions).
 struct SharedOptions {
   Algorithm algorithm = Algorithm::kAuto;  // RINGREDUCE_ALGORITHM
   size_t slot_bytes = 128 << 10;           // RINGREDUCE_SLOT_BYTES

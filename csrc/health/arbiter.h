@@ -1,6 +1,6 @@
-// The arbiter of a group decides why the group has failed.  It has a
-// PeerView of the ranks.  The functions of health/judge.h find the ranks that are late, lost, or
-// called another operation.
+// The arbiter of an epoch decides that it has failed, and why.  Most groups have one epoch, so
+// their arbiter decides for the group.  It has a PeerView of the ranks.  The functions of
+// health/judge.h find the ranks that are late, lost, or called another operation.
 //
 // Sources report to it:
 //
@@ -13,10 +13,22 @@
 // Between hosts a lost rank is reported by the rank that waits for its data, or by a rank whose
 // wait makes no progress (idle).  All other ranks receive that failure.
 //
-// Where ranks share memory, `SharedView::look` sees that a rank's process has ended, and
-// `SharedView::evict` ends one that does not answer at a deadline (shared_view.cc).  Between hosts
-// the control ring finds both (control/control.cc) and tells `MirrorView::onPeersLost`.  The
-// arbiter decides what follows: the group fails, or goes on without that rank.
+// Who finds that a rank is gone, and what decides on it:
+//
+//   its process has ended        SharedView::look: a wait of the arbiter
+//   it is stopped or silent at   SharedView::evict, which kills it or leaves it out, or
+//     a deadline                 Arbiter::poll between hosts, for a group that goes on
+//   its host is lost, or it      the control ring (control/control.cc): MirrorView::onPeersLost,
+//     ended on another host      and then the wait that needs its data
+//   its connection for data is   the transport: WaitGuard::broken, idle
+//     broken
+//   that for messages is broken  MirrorView::onDisconnect, after limits::kNewsOfRing
+//   amid a GPU operation         the watchdog (cuda/communicator), and between hosts RemoteRanks;
+//                                amid one of torch's NCCL InnerNccl (torch/inner_nccl.h)
+//   while a group is made        bootstrap/rendezvous.cc and host_memory.cc: before the arbiter
+//
+// The arbiter decides what follows: the epoch fails, or goes on without that rank.  Who is left out
+// of the next epoch is decided by Recovery::agree (survival/recovery.cc).
 //
 // The first cause wins, and all ranks raise its error (health/verdict.h).  A failure is final: the
 // group cannot be used any more.

@@ -1,3 +1,4 @@
+// The thread that looks for lost ranks and aborts torch's NCCL.
 #include "torch/inner_nccl.h"
 
 #include <pthread.h>

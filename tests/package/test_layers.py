@@ -99,6 +99,15 @@ def test_one_file_knows_which_transport_there_is() -> None:
     assert [path for path in outside if layer_of(path) != "transport/tcp"] == ["epoch/network.cc"]
 
 
+def test_who_throws_a_timeout_is_in_one_list() -> None:
+    listed = (CSRC / "base/wait_clock.h").read_text()
+    passes_on = {"host_memory.cc"}  # what others have thrown
+    makes = re.compile(r"(?<!== )(?<!case )Failure::kTimeout")
+    throwers = {path.name for path in CSRC.rglob("*.cc") if makes.search(path.read_text())}
+    assert {name for name in throwers - passes_on if Path(name).stem not in listed} == set()
+    assert passes_on <= throwers
+
+
 def test_a_circle_is_seen() -> None:
     both = {"p2p/a.h": "", "p2p/a.cc": '#include "p2p/b.h"\n', "p2p/b.cc": '#include "p2p/a.h"\n'}
     assert sorted(set(circle(both))) == ["p2p/a", "p2p/b"]

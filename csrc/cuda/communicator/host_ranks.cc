@@ -1,3 +1,4 @@
+// What the pages of a host's ranks say of their streams.
 #include "cuda/communicator/host_ranks.h"
 
 #include <algorithm>

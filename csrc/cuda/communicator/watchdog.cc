@@ -1,3 +1,4 @@
+// The two threads: which operations are done, and which are late, differ or lack a rank.
 #include "cuda/communicator/watchdog.h"
 
 #include <pthread.h>

@@ -1,3 +1,4 @@
+// One all-reduce between hosts: inside each host, between them, inside again; and how it fails.
 #include "cuda/internode/internode_communicator.h"
 
 #include <cuda_runtime_api.h>

@@ -1,3 +1,4 @@
+// Questions for progress by the control ring, and what the answers mean.
 #include "cuda/internode/remote_ranks.h"
 
 #include <algorithm>

@@ -34,9 +34,12 @@ constexpr Combine combineOf(DType dtype, ReduceOp op) {
       return Combine::kOr;
     case ReduceOp::kBxor:
       return Combine::kXor;
-    default:
-      return truth ? Combine::kOr : Combine::kAdd;
+    case ReduceOp::kSum:
+    case ReduceOp::kAvg:
+    case ReduceOp::kPremulSum:
+      break;
   }
+  return truth ? Combine::kOr : Combine::kAdd;
 }
 
 RINGREDUCE_DEVICE inline float widenFloat16(uint16_t half) {
