@@ -126,7 +126,7 @@ void Epoch::run(const Operation& operation, Nanos timeout, bool in_users_thread,
                 Recording* recording) {
   const uint64_t sequence = sequence_++;
   wires->setPatience(in_users_thread ? users_patience_ : workers_patience_);
-  const OpSignature signature = announce(operation, sequence);
+  const OpSignature signature = signatureOf(operation, sequence);
   if (recording) recording->describe(signature, ranks);
   try {
     if (operation.before) operation.before();

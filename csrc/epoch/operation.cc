@@ -120,7 +120,7 @@ void validate(const Operation& operation, int rank, int world_size) {
       operation.call);
 }
 
-OpSignature announce(const Operation& operation, uint64_t sequence) {
+OpSignature signatureOf(const Operation& operation, uint64_t sequence) {
   OpSignature a{.sequence = sequence};
   std::visit(
       [&]<class Call>(const Call& call) {

@@ -31,7 +31,7 @@ struct Operation {
 void validate(const Operation& operation, int rank, int world_size);
 
 // The signature that the ranks compare with each other.
-OpSignature announce(const Operation& operation, uint64_t sequence);
+OpSignature signatureOf(const Operation& operation, uint64_t sequence);
 
 // The memory of this rank that peers would use in place, if that is worth two rounds of flags.
 SharedData sharedData(const Operation& operation, int rank);

@@ -231,7 +231,7 @@ std::string Epochs::howAbsent(int rank) const {
 }
 
 std::string Epochs::textOf(const Operation& operation, uint64_t sequence) const {
-  OpSignature signature = announce(operation, sequence);
+  OpSignature signature = signatureOf(operation, sequence);
   if (signature.root != kNoRoot) signature.root = options_.shownAs(signature.root);
   return describe(signature);
 }

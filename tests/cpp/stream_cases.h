@@ -42,11 +42,11 @@ class Caller {
       : transport(c.transport), options(c.options), c_(c), operate_(std::move(operate)) {}
 
   void operator()(const CollectiveCall& call) {
-    operate_({announce({call}, sequence_++)}, [&] { ringreduce::perform(c_, call); });
+    operate_({signatureOf({call}, sequence_++)}, [&] { ringreduce::perform(c_, call); });
   }
   // The same, announced as something else.
   void lying(const CollectiveCall& call) {
-    Announcement a{announce({call}, sequence_++)};
+    Announcement a{signatureOf({call}, sequence_++)};
     a.count += 1;
     operate_(a, [&] { ringreduce::perform(c_, call); });
   }
