@@ -43,7 +43,15 @@ struct Case {
   double onRing(double inputs, double sums, double results) const {
     return (inputs * S + sums * partial + results * S) / P;
   }
-  double hierarchyBytes() const { return (H - 1) * (partial + S) / H; }
+  // By the ring through all ranks, and on a host's line by the hierarchy.
+  double ringBytes(Kind kind) const {
+    if (kind == Kind::kAllGather) return (P - 1) / P * S;
+    return onRing(1, P - 2, kind == Kind::kAllReduce ? P - 1 : 0);
+  }
+  double hierarchyBytes(Kind kind) const {
+    const double sums = kind == Kind::kAllGather ? 0 : partial;
+    return (H - 1) / H * (sums + (kind == Kind::kReduceScatter ? 0 : S));
+  }
 
   // The factor by which a byte costs more if each rank sends to all others: between hosts of p
   // ranks the ring has p times fewer flows, and flows that meet cost more.
@@ -84,7 +92,8 @@ constexpr Row kRows[] = {
     // twice and added once.
     {Kind::kAllReduce, Algorithm::kHierarchical,
      [](const Case& c) {
-       return Steps{2 * (c.H - 1), 2 * (c.H - 1) + 2 * c.p, c.hierarchyBytes(), 2.5 * c.S};
+       return Steps{2 * (c.H - 1), 2 * (c.H - 1) + 2 * c.p, c.hierarchyBytes(Kind::kAllReduce),
+                    2.5 * c.S};
      }},
 
     // A rank encodes the message once and decodes it twice, each about as dear as adding it.
@@ -102,10 +111,21 @@ constexpr Row kRows[] = {
     {Kind::kAllGather, Algorithm::kRing,
      [](const Case& c) { return Steps{c.P - 1, c.P - 1, (c.P - 1) / c.P * c.S}; }},
 
+    // Each rank of a host has an H-th of the message for each host, which it copies to the others.
+    {Kind::kAllGather, Algorithm::kHierarchical,
+     [](const Case& c) {
+       return Steps{c.H - 1, c.H - 1 + 2 * c.H, c.hierarchyBytes(Kind::kAllGather),
+                    c.S + c.S / c.p};
+     }},
+
     {Kind::kReduceScatter, Algorithm::kTwoShot,
      [](const Case& c) { return Steps{1, c.P - 1, (c.P - 1) / c.P * c.S, 0, true}; }},
     {Kind::kReduceScatter, Algorithm::kRing,
      [](const Case& c) { return Steps{c.P - 1, c.P - 1, c.onRing(1, c.P - 2, 0)}; }},
+    {Kind::kReduceScatter, Algorithm::kHierarchical,
+     [](const Case& c) {
+       return Steps{c.H - 1, c.H - 1 + 2 * c.H, c.hierarchyBytes(Kind::kReduceScatter), 1.5 * c.S};
+     }},
 
     {Kind::kReduce, Algorithm::kDirect,
      [](const Case& c) { return Steps{1, c.P - 1, (c.P - 1) * c.S}; }},
@@ -160,7 +180,7 @@ bool fits(Algorithm algorithm, const CallSize& call, const Case& c) {
 double weighed(const Candidate& one, const CallSize& call, const Case& c) {
   // Bytes that go through sockets are copied into the kernel and out of it.
   if (one.algorithm == Algorithm::kHierarchical) {
-    const double saved = c.onRing(1, c.P - 2, c.P - 1) - c.hierarchyBytes() / c.p;
+    const double saved = c.ringBytes(call.kind) - c.hierarchyBytes(call.kind) / c.p;
     return one.seconds - saved * 2 * c.cost.memory;
   }
   if (call.kind == Kind::kCompressedAllReduce && one.algorithm == Algorithm::kRing)

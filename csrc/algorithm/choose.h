@@ -9,8 +9,8 @@
 //   exact or coded  what the hook was given; codec="auto" measures (group/compression.h)
 //   in place        where all ranks have the tensors in shared blocks: `inPlace`
 //                   (collectives/collectives.h), whatever the algorithm
-//   hierarchy       between hosts.  `choose` is asked with it among the candidates for all_reduce;
-//                   a coded one takes it unless the user named another (`Hierarchy::takes`).
+//   hierarchy       between hosts.  `choose` is asked with it among the candidates; a coded
+//                   all_reduce takes it unless the user named another (`Hierarchy::run`).
 //   algorithm       `choose`.  What a user names counts for all_reduce, where it can be had.
 //
 // Inside a host every byte goes through the caches, so cost is counted in passes over the message:
@@ -37,7 +37,8 @@
 // Where H hosts hold p ranks each:
 //
 //   hierarchical   each host adds through shared memory, then rings between the hosts add: 2 (H-1)
-//                  hops, and 2 (H-1)/H S bytes on a host's line
+//                  hops, and 2 (H-1)/H S bytes on a host's line; half of both for the other two
+//                  kinds that have it
 //
 // Of compressed values:
 //
@@ -46,9 +47,10 @@
 //   ring     decode, add and code again at each hop; the coded sum then goes round unchanged: as
 //            many bytes, to one neighbour, but an error for each hop
 //
-// The other kinds: an all-gather by bruck or ring; a reduce-scatter by twoshot (each rank sends
-// each other its part) or ring; a reduce by direct (the root gets all inputs) or ring (a
-// reduce-scatter, and a gather to the root); a broadcast down a tree or, in slices, down a chain.
+// The other kinds: an all-gather by bruck, ring or hierarchical; a reduce-scatter by twoshot (each
+// rank sends each other its part), ring or hierarchical; a reduce by direct (the root gets all
+// inputs) or ring (a reduce-scatter, and a gather to the root); a broadcast down a tree or, in
+// slices, down a chain.
 //
 // In the order of ranks (algorithm/cut.h) ring and hierarchical cannot add, and are not chosen.
 #pragma once
@@ -85,7 +87,7 @@ inline constexpr const char* kAlgorithmNames[] = {
 inline constexpr size_t kUsersAlgorithms = 6;
 // How an operation ran, for its record.
 struct Way {
-  Algorithm algorithm = kNoAlgorithm;  // of an all-reduce
+  Algorithm algorithm = kNoAlgorithm;  // of an all-reduce, or by the hierarchy
   bool in_place = false;               // in tensors that the ranks share
 };
 // Whether it can add in the order of ranks.

@@ -3,7 +3,7 @@
 // Shared memory: each rank fills its slots and copies those of all others out, or copies from their
 // tensors if all are shared.
 // Streams: Bruck's algorithm for small messages, otherwise the ring, straight from and to the
-// caller's memory.
+// caller's memory.  Hosts of several ranks may use the hierarchy instead.
 #include <algorithm>
 #include <numeric>
 
@@ -86,6 +86,11 @@ void allGatherUnknown(OverMemory& c, const AllGatherUnknown& a) {
 
 // ---- over streams
 
+CallSize callSize(const AllGather& a) {
+  const size_t count = std::accumulate(a.counts.begin(), a.counts.end(), size_t{0});
+  return {Kind::kAllGather, count * sizeOf(a.dtype)};
+}
+
 void allGather(OverStreams& c, const AllGather& a) {
   const auto P = static_cast<size_t>(c.size), me = static_cast<size_t>(c.rank);
   const size_t width = sizeOf(a.dtype);
@@ -96,8 +101,7 @@ void allGather(OverStreams& c, const AllGather& a) {
     blocks.places.push_back(static_cast<std::byte*>(a.outputs[(me + x) % P]));
     blocks.bytes.push_back(a.counts[(me + x) % P] * width);
   }
-  const size_t total = std::accumulate(blocks.bytes.begin(), blocks.bytes.end(), size_t{0});
-  if (c.choose({Kind::kAllGather, total}) == Algorithm::kRing)
+  if (c.choose(callSize(a)) == Algorithm::kRing)
     gatherByRing(c, blocks);
   else
     gatherByBruck(c.transport, blocks, bruckRadix(c.size, c.options.cost));

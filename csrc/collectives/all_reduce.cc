@@ -168,7 +168,8 @@ void allReduceSums(OverStreams& c, const SumsOfHosts& s) {
     std::byte* const sums = s.sums + chunk.begin * wide;
     chunks.push_back({sums, s.output + chunk.begin * width, chunk.size, sums});
   }
-  runStreamRing(c, RingCall::ofSums(std::move(chunks), s.dtype, s.op, s.ranks, s.world_size));
+  runStreamRing(c, RingCall::ofSums(std::move(chunks), s.dtype, s.op, s.ranks, s.world_size,
+                                    Ending::kEverybody));
 }
 
 }  // namespace ringreduce

@@ -54,7 +54,7 @@ struct AllReduce {
 void allReduce(OverMemory&, const AllReduce&);
 void allReduce(OverStreams&, const AllReduce&);
 // What the choice of its algorithm needs to know.
-CallSize callSize(const AllReduce&, Algorithm wanted);
+CallSize callSize(const AllReduce&, Algorithm wanted = Algorithm::kAuto);
 
 // Sums or averages of float32 that travel in fewer bytes, and not exactly.  A group of one sends
 // nothing: its input is copied as it is.
@@ -113,6 +113,7 @@ struct ReduceScatter {
 };
 void reduceScatter(OverMemory&, const ReduceScatter&);
 void reduceScatter(OverStreams&, const ReduceScatter&);
+CallSize callSize(const ReduceScatter&);
 // The same, but the output receives partial sums (kernels/reduce.h), not rounded and not divided,
 // to which more can be added.  `output` may be the input only if partial sums have the dtype.
 void reduceScatterSums(OverMemory&, const ReduceScatter&);
@@ -142,6 +143,7 @@ struct AllGather {
 };
 void allGather(OverMemory&, const AllGather&);
 void allGather(OverStreams&, const AllGather&);
+CallSize callSize(const AllGather&);
 
 // The same where a rank knows only its own count: once all are known, `place` returns where each
 // rank's elements go.

@@ -9,6 +9,7 @@
 #include "collectives/collectives.h"
 #include "collectives/over_streams.h"
 #include "collectives/shared_memory.h"
+#include "collectives/stream_algorithms.h"
 #include "kernels/reduce.h"
 #include "transport/wait_guard.h"
 
@@ -91,10 +92,12 @@ Hierarchy::Hierarchy(const Hosts& hosts, const HostRing& ring, const HostMemory&
                      Arbiter& arbiter)
     : hosts_(hosts),
       arbiter_(arbiter),
-      inside_(std::make_unique<Inside>(hosts, local_memory, arbiter)) {
+      inside_(std::make_unique<Inside>(hosts, local_memory, arbiter)),
+      hosts_in_ring_(ring.hosts) {
   const auto place = static_cast<size_t>(hosts.localRankOf(hosts.rank()));
   const std::vector<int> places = positionsOf(ring.ranks);
   for (const int host : ring.hosts) {
+    if (host == hosts.hostOf(hosts.rank())) here_ = ring_.size();
     const int rank = hosts.ranksOn(host)[place];
     ring_.push_back(places.empty() ? rank : places[static_cast<size_t>(rank)]);
   }
@@ -110,9 +113,26 @@ size_t Hierarchy::stagingBytes() const {
   return inside_->memory().bytes();
 }
 
-bool Hierarchy::takes(const OverStreams& c, const AllReduce& a) const {
+bool Hierarchy::takes(const OverStreams& c, CallSize call) const {
+  call.wanted =
+      c.options.algorithm;  // an all-reduce's: if it is another one, there is no hierarchy
   const int ranks_on_host = static_cast<int>(hosts_.localRanks().size());
-  return c.choose(callSize(a, c.options.algorithm), ranks_on_host) == Algorithm::kHierarchical;
+  return c.choose(call, ranks_on_host) == Algorithm::kHierarchical;
+}
+
+bool Hierarchy::run(OverStreams& c, const CollectiveCall& call) {
+  const auto tries = [&](const auto& one) {
+    if (!takes(c, callSize(one))) return false;
+    run(c, one);
+    return true;
+  };
+  if (const auto* one = std::get_if<AllReduce>(&call)) return tries(*one);
+  if (const auto* one = std::get_if<AllGather>(&call)) return tries(*one);
+  if (const auto* one = std::get_if<ReduceScatter>(&call)) return tries(*one);
+  const auto* coded = std::get_if<CompressedAllReduce>(&call);
+  if (!coded || !takes(c, *coded)) return false;
+  run(c, *coded);
+  return true;
 }
 
 Hierarchy::InsideHost Hierarchy::parts(const void* input, void* output, size_t count, DType dtype,
@@ -137,7 +157,7 @@ Hierarchy::InsideHost Hierarchy::parts(const void* input, void* output, size_t c
   return made;
 }
 
-void Hierarchy::allReduce(OverStreams& c, const AllReduce& a) {
+void Hierarchy::run(OverStreams& c, const AllReduce& a) {
   c.begin(arbiter_.current());
   if (a.op == ReduceOp::kPremulSum) scale(a.dtype, a.data, a.data, a.count, a.factor);
   const ReduceOp op = a.op == ReduceOp::kPremulSum ? ReduceOp::kSum : a.op;
@@ -167,7 +187,7 @@ bool Hierarchy::takes(const OverStreams& c, const CompressedAllReduce&) const {
   return wanted == Algorithm::kAuto || wanted == Algorithm::kHierarchical;
 }
 
-void Hierarchy::compressedAllReduce(OverStreams& c, const CompressedAllReduce& a) {
+void Hierarchy::run(OverStreams& c, const CompressedAllReduce& a) {
   c.begin(arbiter_.current());
   const auto [inside, spread, part] =
       parts(a.input, a.output, a.count, DType::kFloat32, ReduceOp::kSum);
@@ -189,6 +209,60 @@ void Hierarchy::compressedAllReduce(OverStreams& c, const CompressedAllReduce& a
       c, CompressedAmong{.call = between, .ranks = ring_, .world_size = hosts_.size()});
   c.transport.finish();  // nothing is sent while this rank waits inside its host
   allGather(host, spread);
+}
+
+void Hierarchy::run(OverStreams& c, const ReduceScatter& r) {
+  c.begin(arbiter_.current());
+  const auto place = static_cast<size_t>(hosts_.localRankOf(hosts_.rank()));
+  const ReduceOp op = r.op == ReduceOp::kPremulSum ? ReduceOp::kSum : r.op;
+  const size_t width = sizeOf(r.dtype), partial = sizeOf(reduceKernels(r.dtype, op).partial);
+  OverMemory& host = inside_->begin();
+  std::vector<RingChunk> chunks;  // the sums of this host, for this place of each host
+  for (size_t position = 0; position < ring_.size(); ++position) {
+    ReduceScatter inside{.inputs = {}, .counts = {}, .output = nullptr, .dtype = r.dtype, .op = op};
+    for (const int rank : ranksAt(position)) {
+      const auto owner = static_cast<size_t>(rank);
+      inside.inputs.push_back(r.inputs[owner]);
+      inside.counts.push_back(r.counts[owner]);
+      if (r.op != ReduceOp::kPremulSum) continue;  // the inputs are the caller's
+      std::byte* const scaled = c.scratch(r.counts[owner] * width);
+      scale(r.dtype, scaled, r.inputs[owner], r.counts[owner], r.factor);
+      inside.inputs.back() = scaled;
+    }
+    const size_t count = inside.counts[place];
+    std::byte* const sums = c.scratch(count * partial);
+    inside.output = sums;
+    reduceScatterSums(host, inside);
+    chunks.push_back({sums, nullptr, count, sums});
+  }
+  chunks[here_].output = static_cast<std::byte*>(r.output);
+  runStreamRing(
+      c, RingCall::ofSums(std::move(chunks), r.dtype, op, ring_, hosts_.size(), Ending::kOwner));
+  c.transport.finish();
+}
+
+void Hierarchy::run(OverStreams& c, const AllGather& a) {
+  c.begin(arbiter_.current());
+  const auto place = static_cast<size_t>(hosts_.localRankOf(hosts_.rank()));
+  const size_t hosts = ring_.size(), width = sizeOf(a.dtype);
+  Blocks blocks{
+      .own = static_cast<const std::byte*>(a.input), .places = {}, .bytes = {}, .ranks = ring_};
+  for (size_t x = 0; x < hosts; ++x) {
+    const auto owner = static_cast<size_t>(ranksAt((here_ + x) % hosts)[place]);
+    blocks.places.push_back(static_cast<std::byte*>(a.outputs[owner]));
+    blocks.bytes.push_back(a.counts[owner] * width);
+  }
+  gatherByRing(c, blocks);
+  c.transport.finish();  // nothing is sent while this rank waits inside its host
+  OverMemory& host = inside_->begin();
+  for (size_t x = 0; x < hosts; ++x) {
+    AllGather spread{.input = blocks.at(x), .dtype = a.dtype};
+    for (const int rank : ranksAt((here_ + x) % hosts)) {
+      spread.outputs.push_back(a.outputs[static_cast<size_t>(rank)]);
+      spread.counts.push_back(a.counts[static_cast<size_t>(rank)]);
+    }
+    allGather(host, spread);
+  }
 }
 
 }  // namespace ringreduce

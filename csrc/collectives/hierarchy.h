@@ -1,5 +1,7 @@
-// The all-reduce of hosts with several ranks each: a reduce-scatter inside each host through shared
-// memory, a ring between the hosts, an all-gather inside each host.
+// Calls of hosts with several ranks each: through shared memory inside each host, and over streams
+// between the ranks of one place on all hosts, so that a host's line carries no byte twice.
+//
+// An all-reduce:
 //
 //     reduce-scatter   part l of the message, of as many parts as a host has ranks, is added up at
 //                      the rank of place l of each host
@@ -14,6 +16,12 @@
 // results may differ from theirs in the last bits, but are the same on all ranks and in each run.
 // Halves are float32 throughout, and are rounded once.  Where all-reduces are to add in the order
 // of ranks (RINGREDUCE_ORDER=rank), only compressed ones go by the hierarchy.
+//
+// A reduce-scatter is its first half: each host adds up the parts of all ranks, those of place l at
+// its own rank of place l, and the ring of a place ends at the owners.  The order of addition is
+// the same: places l+1, ..., l inside a host, and then hosts h+1, ..., h.  An all-gather is the
+// second half: a ring of each place, and then an all-gather inside each host for the ranks of each
+// host.
 //
 // A compressed all-reduce has the same stages.  Sums inside the host are exact.  Between hosts one
 // rank of each host codes each part, and has that part's errors; elsewhere its errors are 0.  The
@@ -50,12 +58,9 @@ class Hierarchy {
   ~Hierarchy();
 
   void setPatience(Patience patience);
-  // Whether the hierarchy performs this call.  The same on all ranks.
-  bool takes(const OverStreams& c, const AllReduce& call) const;
-  // Begins and finishes the operation over the streams.
-  void allReduce(OverStreams& c, const AllReduce& call);
-  bool takes(const OverStreams& c, const CompressedAllReduce& call) const;
-  void compressedAllReduce(OverStreams& c, const CompressedAllReduce& call);
+  // Performs the call, and begins and finishes it over the streams; or returns false: it goes over
+  // the streams only.  The same on all ranks.
+  bool run(OverStreams& c, const CollectiveCall& call);
   size_t stagingBytes() const;
 
  private:
@@ -71,10 +76,24 @@ class Hierarchy {
   };
   InsideHost parts(const void* input, void* output, size_t count, DType dtype, ReduceOp op) const;
 
+  // Asks `choose` with the hierarchy among the candidates; the collective asks it without.
+  bool takes(const OverStreams& c, CallSize call) const;
+  bool takes(const OverStreams& c, const CompressedAllReduce& call) const;
+  void run(OverStreams& c, const AllReduce& call);
+  void run(OverStreams& c, const CompressedAllReduce& call);
+  void run(OverStreams& c, const AllGather& call);
+  void run(OverStreams& c, const ReduceScatter& call);
+  // The caller's ranks on the host of that position in the ring.
+  const std::vector<int>& ranksAt(size_t position) const {
+    return hosts_.ranksOn(hosts_in_ring_[position]);
+  }
+
   const Hosts& hosts_;
   Arbiter& arbiter_;
   std::unique_ptr<Inside> inside_;
+  const std::vector<int> hosts_in_ring_;
   std::vector<int> ring_;  // the transport's ranks of this place, host by host
+  size_t here_ = 0;        // this host's position in the ring
 };
 
 }  // namespace ringreduce

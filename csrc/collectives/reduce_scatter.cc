@@ -4,7 +4,7 @@
 // slots.  That moves the bytes which an all-reduce moves to get its sums, and no more.  If all
 // ranks' inputs are shared, it adds its own part of them where they lie.
 // Streams: for small messages each rank sends each other its part and adds what it receives;
-// otherwise the first half of the ring.
+// otherwise the first half of the ring.  Hosts of several ranks may use the hierarchy instead.
 //
 // Rank r's part is added in the order r+1, ..., r: an all-reduce whose chunks are these parts gives
 // the same bits.  In the order of ranks (algorithm/cut.h) it is added in that, and the ring is not
@@ -116,17 +116,22 @@ void reduceScatterSums(OverMemory& c, const ReduceScatter& r) {
 
 // ---- over streams
 
+CallSize callSize(const ReduceScatter& r) {
+  const size_t total = std::accumulate(r.counts.begin(), r.counts.end(), size_t{0});
+  return {Kind::kReduceScatter, total * sizeOf(r.dtype),
+          total * sizeOf(reduceKernels(r.dtype, r.op).partial)};
+}
+
 void reduceScatter(OverStreams& c, const ReduceScatter& r) {
   const int P = c.size, me = c.rank;
   const size_t width = sizeOf(r.dtype);
-  const size_t total = std::accumulate(r.counts.begin(), r.counts.end(), size_t{0});
   std::vector<RingChunk> parts;
   for (size_t p = 0; p < r.counts.size(); ++p)
     parts.push_back({static_cast<const std::byte*>(r.inputs[p]), nullptr, r.counts[p]});
   RingChunk& mine = parts[static_cast<size_t>(me)];
   mine.output = static_cast<std::byte*>(r.output);
   if (r.op == ReduceOp::kPremulSum) {  // the inputs are the caller's
-    std::byte* scaled = c.scratch(total * width);
+    std::byte* scaled = c.scratch(callSize(r).bytes);
     for (RingChunk& part : parts) {
       scale(r.dtype, scaled, part.input, part.count, r.factor);
       part.input = scaled;
@@ -134,11 +139,10 @@ void reduceScatter(OverStreams& c, const ReduceScatter& r) {
     }
   }
   if (P == 1) {
-    if (mine.output != mine.input) copyBytes(mine.output, mine.input, total * width);
+    if (mine.output != mine.input) copyBytes(mine.output, mine.input, mine.count * width);
     return;
   }
-  const size_t partial = sizeOf(reduceKernels(r.dtype, r.op).partial);
-  if (c.choose({Kind::kReduceScatter, total * width, total * partial}) == Algorithm::kRing)
+  if (c.choose(callSize(r)) == Algorithm::kRing)
     return runStreamRing(c, {std::move(parts), r.dtype, r.op, Ending::kOwner});
 
   DirectSum sum(c, r.dtype, r.op, mine.count, me);

@@ -62,7 +62,14 @@ void gatherByBruck(Transport& transport, const Blocks& blocks, int radix_) {
 }
 
 void gatherByRing(OverStreams& c, const Blocks& blocks) {
-  const int P = c.size, next = (c.rank + 1) % P, previous = (c.rank + P - 1) % P;
+  const std::vector<int>& ranks = blocks.ranks;
+  const int P = ranks.empty() ? c.size : static_cast<int>(ranks.size());
+  const int me =
+      ranks.empty() ? c.rank : static_cast<int>(std::ranges::find(ranks, c.rank) - ranks.begin());
+  const auto rankAt = [&](int place) {
+    return ranks.empty() ? place : ranks[static_cast<size_t>(place)];
+  };
+  const int next = rankAt((me + 1) % P), previous = rankAt((me + P - 1) % P);
   const auto forEachSlice = [&](size_t x, auto visit) {
     const size_t slice = sliceBytes(blocks.bytes[x]);
     for (size_t j = 0; j < slicesOf(blocks.bytes[x], slice); ++j)

@@ -45,12 +45,14 @@ constexpr size_t slicesOf(size_t count, size_t slice) {
 //
 // All-gather of blocks, for the all-gather and the small all-reduce.
 //
-// A rank numbers blocks from its own: block x belongs to rank + x (mod P).
+// A rank numbers blocks from its own: block x belongs to rank + x (mod P).  A ring may be of some
+// ranks only, in an order of their own; block x then belongs to the x-th of them after this one.
 
 struct Blocks {
   const std::byte* own;
   std::vector<std::byte*> places;  // destinations; the first is not used
   std::vector<size_t> bytes;
+  std::vector<int> ranks = {};  // of the ring; empty: all, in order
 
   const std::byte* at(size_t x) const { return x == 0 ? own : places[x]; }
 };
@@ -185,11 +187,11 @@ struct RingCall {
     slices = slicesOf(most, slice);
   }
 
-  // All ranks get the result.  Inputs are partial sums, of `world_size` ranks in total.
+  // Inputs are partial sums, of `world_size` ranks in total.
   static RingCall ofSums(std::vector<RingChunk> chunks, DType dtype, ReduceOp op,
-                         std::vector<int> ranks, int world_size) {
+                         std::vector<int> ranks, int world_size, Ending ending) {
     const DType partial = reduceKernels(dtype, op).partial;
-    RingCall call(std::move(chunks), dtype, op, Ending::kEverybody);
+    RingCall call(std::move(chunks), dtype, op, ending);
     call.addend = partial;
     call.hop = &reduceKernels(partial, op == ReduceOp::kAvg ? ReduceOp::kSum : op);
     call.sums = true;

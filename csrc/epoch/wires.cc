@@ -71,13 +71,7 @@ class StreamWires final : public Wires {
   void run(const Operation& operation, const Announcement& announced) override {
     OverStreams& c = *over_;
     c.way = {.algorithm = Algorithm::kHierarchical};
-    // Asks `choose` with the hierarchy among the candidates; the collective asks it without.
-    const auto* all_reduce = std::get_if<AllReduce>(&operation.call);
-    if (hierarchy_ && all_reduce && hierarchy_->takes(c, *all_reduce))
-      return hierarchy_->allReduce(c, *all_reduce);
-    const auto* compressed = std::get_if<CompressedAllReduce>(&operation.call);
-    if (hierarchy_ && compressed && hierarchy_->takes(c, *compressed))
-      return hierarchy_->compressedAllReduce(c, *compressed);
+    if (hierarchy_ && hierarchy_->run(c, operation.call)) return;
     c.way = {};
     c.begin(announced);
     if (ranks_.empty())

@@ -84,7 +84,8 @@ class Record:
         known: the number of ranks whose arrival is known, this one included.
         clock_error_ns: arrivals of ranks of other hosts are off by this at most; -1: their clocks
             are not known yet.
-        algorithm: of an all-reduce: "direct", "twoshot", "ring", "bruck" or "hierarchical".
+        algorithm: of an all-reduce, or by the hierarchy: "direct", "twoshot", "ring", "bruck" or
+            "hierarchical".
         in_place: it ran in tensors that the ranks share.
         codec: of a compressed all-reduce.
         state: "queued" behind earlier ones, "running", "done" or "failed".

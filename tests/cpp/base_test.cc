@@ -136,6 +136,15 @@ TEST(hosts_of_several_ranks_go_by_the_hierarchy_from_some_size_on) {
         CHECK(!before || taken(bytes, bytes));
         before = taken(bytes, bytes);
       }
+      for (const Kind kind : {Kind::kAllGather, Kind::kReduceScatter}) {
+        const auto of = [&](size_t bytes, Algorithm wanted = Algorithm::kAuto) {
+          const auto choice = choose({kind, bytes, bytes, 0, wanted}, {P, ranks}, cost);
+          return choice.taken.algorithm == Algorithm::kHierarchical;
+        };
+        // Many hosts of few ranks save little of a line, and copy more.
+        CHECK(of(much) == (hosts < 8 || ranks > 2));
+        CHECK(of(1 << 20) && of(0, Algorithm::kHierarchical));
+      }
       // Where there is no hierarchy, one of the others.
       CHECK(allReduceOf(much, much, {P}, Algorithm::kHierarchical, cost) ==
             allReduceOf(much, much, {P}, Algorithm::kAuto, cost));

@@ -1,13 +1,16 @@
-// All-reduce by the hierarchy: processes that pose as hosts of several ranks each.  Its results to
-// the bit, and what becomes of failures while ranks wait inside their host.
+// Calls by the hierarchy: processes that pose as hosts of several ranks each.  Their results to the
+// bit, and what becomes of failures while ranks wait inside their host.
 #include "collectives/hierarchy.h"
 
 #include <algorithm>
 #include <atomic>
 #include <csignal>
+#include <numeric>
 
 #include "algorithm/cut.h"
 #include "check.h"
+#include "epoch/epoch.h"
+#include "epoch/wires.h"
 #include "processes.h"
 #include "ranks.h"
 #include "reduce_oracle.h"
@@ -60,10 +63,16 @@ void expectWell(const processes::Ends& ends, int but = -1) {
     if (static_cast<int>(r) != but) CHECK_EQ(ends[r], "");
 }
 
-// An all-reduce of n elements of each rank, and what must come of it.
+// An all-reduce of n elements of each rank, or a reduce-scatter of parts, and what must come of it.
 struct Case {
-  Case(const std::string& letters, DType dtype, ReduceOp op, size_t n)
-      : dtype(dtype), op(op), n(n), hosts(ranksOf(letters)), P(static_cast<int>(letters.size())) {
+  Case(const std::string& letters, DType dtype, ReduceOp op, size_t n,
+       std::vector<size_t> counts = {})
+      : dtype(dtype),
+        op(op),
+        n(n),
+        counts(std::move(counts)),
+        hosts(ranksOf(letters)),
+        P(static_cast<int>(letters.size())) {
     addends = oracle::randomSources(dtype);
     addends.resize(at(P));
     for (Bytes& addend : addends) {
@@ -76,59 +85,81 @@ struct Case {
 
   static double factor(int rank) { return 0.5 + rank; }
   size_t width() const { return sizeOf(dtype); }
+  DType partial() const { return isHalf(dtype) ? DType::kFloat32 : dtype; }
   AllReduce call(Bytes& data, int rank) const { return {data.data(), n, dtype, op, factor(rank)}; }
+
+  // Where a rank's part begins.
+  size_t beginOf(int rank) const {
+    return std::accumulate(counts.begin(), counts.begin() + rank, size_t{0});
+  }
+  ReduceScatter call(const Bytes& data, void* output, int rank) const {
+    ReduceScatter made{.inputs = {},
+                       .counts = counts,
+                       .output = output,
+                       .dtype = dtype,
+                       .op = op,
+                       .factor = factor(rank)};
+    for (int r = 0; r < P; ++r) made.inputs.push_back(data.data() + beginOf(r) * width());
+    return made;
+  }
 
   void compute() {
     const int H = static_cast<int>(hosts.size()), p = static_cast<int>(hosts[0].size());
-    const DType partial = isHalf(dtype) ? DType::kFloat32 : dtype;
-    const ReduceOp inside = op == ReduceOp::kAvg ? ReduceOp::kSum : op;
-    std::vector<Bytes> inputs;
-    for (int r = 0; r < P; ++r) inputs.push_back(prepared(r, partial));
     reduced.resize(n * width());
-    const Cut parts{n, p};
+    for (int r = 0; r < P; ++r) inputs.push_back(prepared(r));
     for (int place = 0; place < p; ++place) {
-      const Span part = parts.chunk(place);
-      const Cut chunks{part.size, H};
+      const Span part = Cut{n, p}.chunk(place);
       for (int owner = 0; owner < H; ++owner) {
-        Span chunk = chunks.chunk(owner);
+        Span chunk = Cut{part.size, H}.chunk(owner);
         chunk.begin += part.begin;
-        std::vector<Bytes> sums;
-        for (int k = 0; k < H; ++k) {
-          const std::vector<int>& ranks = hosts[at(kthToAdd(owner, k, H))];
-          std::vector<Bytes> ordered;
-          for (int i = 0; i < p; ++i) {
-            const Bytes& all = inputs[at(ranks[at(kthToAdd(place, i, p))])];
-            const auto from = all.begin() + static_cast<long>(chunk.begin * sizeOf(partial));
-            ordered.emplace_back(from, from + static_cast<long>(chunk.size * sizeOf(partial)));
-          }
-          sums.push_back(oracle::expected(partial, inside, ordered, p, 1));
+        if (!counts.empty()) {
+          const int rank = hosts[at(owner)][at(place)];
+          chunk = {beginOf(rank), counts[at(rank)]};
         }
-        const Bytes sum = oracle::expected(partial, op, sums, H, P);
-        for (size_t i = 0; i < chunk.size; ++i) {
-          unsigned char* to = &reduced[(chunk.begin + i) * width()];
-          const unsigned char* from = &sum[i * sizeOf(partial)];
-          if (isHalf(dtype))
-            oracle::writeFloat(dtype, to, oracle::readFloat(partial, from));
-          else
-            std::memcpy(to, from, width());
-        }
+        add(chunk, place, owner);
       }
     }
   }
 
+  // As the rank of that place on that host adds it.
+  void add(Span chunk, int place, int owner) {
+    const int H = static_cast<int>(hosts.size()), p = static_cast<int>(hosts[0].size());
+    const ReduceOp inside = op == ReduceOp::kAvg ? ReduceOp::kSum : op;
+    std::vector<Bytes> sums;
+    for (int k = 0; k < H; ++k) {
+      const std::vector<int>& ranks = hosts[at(kthToAdd(owner, k, H))];
+      std::vector<Bytes> ordered;
+      for (int i = 0; i < p; ++i) {
+        const Bytes& all = inputs[at(ranks[at(kthToAdd(place, i, p))])];
+        const auto from = all.begin() + static_cast<long>(chunk.begin * sizeOf(partial()));
+        ordered.emplace_back(from, from + static_cast<long>(chunk.size * sizeOf(partial())));
+      }
+      sums.push_back(oracle::expected(partial(), inside, ordered, p, 1));
+    }
+    const Bytes sum = oracle::expected(partial(), op, sums, H, P);
+    for (size_t i = 0; i < chunk.size; ++i) {
+      unsigned char* to = &reduced[(chunk.begin + i) * width()];
+      const unsigned char* from = &sum[i * sizeOf(partial())];
+      if (isHalf(dtype))
+        oracle::writeFloat(dtype, to, oracle::readFloat(partial(), from));
+      else
+        std::memcpy(to, from, width());
+    }
+  }
+
   // A rank's addends times its factor, as the partial type.
-  Bytes prepared(int rank, DType partial) const {
-    Bytes result(n * sizeOf(partial));
+  Bytes prepared(int rank) const {
+    Bytes result(n * sizeOf(partial()));
     for (size_t i = 0; i < n; ++i) {
       unsigned char element[16];
       std::memcpy(element, &addends[at(rank)][i * width()], width());
       if (op == ReduceOp::kPremulSum)
         oracle::writeFloat(dtype, element,
                            oracle::round(dtype, oracle::readFloat(dtype, element) * factor(rank)));
-      if (partial == dtype)
+      if (partial() == dtype)
         std::memcpy(&result[i * width()], element, width());
       else
-        oracle::writeFloat(partial, &result[i * sizeOf(partial)],
+        oracle::writeFloat(partial(), &result[i * sizeOf(partial())],
                            oracle::readFloat(dtype, element));
     }
     return result;
@@ -137,18 +168,35 @@ struct Case {
   DType dtype;
   ReduceOp op;
   size_t n;
+  std::vector<size_t> counts;  // of the parts, by rank; empty: an all-reduce
   std::vector<std::vector<int>> hosts;
   int P;
   std::vector<Bytes> addends;  // by rank
+  std::vector<Bytes> inputs;   // likewise, prepared
   Bytes reduced;
 };
 
 void expectReduced(const std::string& letters, const std::vector<Case>& cases) {
   expectWell(onHosts(letters, hierarchical(), [&](Group& group) {
     for (const Case& c : cases) {
-      Bytes data = c.addends[at(group.rank())];
-      group.run({c.call(data, group.rank())});
-      if (!oracle::same(c.dtype, data.data(), c.reduced.data(), c.n))
+      const int rank = group.rank();
+      Bytes data = c.addends[at(rank)], part;
+      bool same = false;
+      if (c.counts.empty()) {
+        group.run({c.call(data, rank)});
+        same = oracle::same(c.dtype, data.data(), c.reduced.data(), c.n);
+      } else {
+        part.resize(c.counts[at(rank)] * c.width());
+        const uint64_t before = group.epoch()->wires->bytesSent();
+        group.run({c.call(data, part.data(), rank)});
+        // Sums round the ring of its place, with headers of frames.
+        const size_t most = (c.hosts.size() - 1) * std::ranges::max(c.counts) * sizeOf(c.partial());
+        CHECK(group.epoch()->wires->bytesSent() - before <= most + 4096);
+        same = oracle::same(c.dtype, part.data(), c.reduced.data() + c.beginOf(rank) * c.width(),
+                            c.counts[at(rank)]) &&
+               data == c.addends[at(rank)];
+      }
+      if (!same)
         check::fail(__FILE__, __LINE__,
                     std::string(name(c.dtype)) + " " + name(c.op) + ", " + std::to_string(c.n) +
                         " elements, hosts " + letters);
@@ -193,6 +241,56 @@ TEST(sums_are_added_in_the_hosts_and_then_between_them) {
   }
 }
 
+TEST(parts_are_added_in_the_hosts_and_then_between_them) {
+  for (const std::string letters : {"aabb", "abab", "aaabbb", "abccab"}) {
+    std::vector<Case> cases;
+    const auto add = [&](DType dtype, ReduceOp op, std::vector<size_t> counts) {
+      counts.resize(letters.size(), 57);
+      const size_t n = std::accumulate(counts.begin(), counts.end(), size_t{0});
+      cases.emplace_back(letters, dtype, op, n, counts);
+    };
+    for (int type = 0; type < static_cast<int>(kDTypes.size()); ++type)
+      for (int op = 0; op < kReduceOps; ++op)
+        if (isSupported(static_cast<DType>(type), static_cast<ReduceOp>(op)))
+          add(static_cast<DType>(type), static_cast<ReduceOp>(op), {});
+    add(DType::kBFloat16, ReduceOp::kAvg, {0, 1, 129, 4099});
+    add(DType::kFloat32, ReduceOp::kSum, {0, 0, 0, 0, 0, 0});
+    add(DType::kFloat32, ReduceOp::kPremulSum, {70'001, 3, 0, 70'001});
+    expectReduced(letters, cases);
+  }
+}
+
+TEST(gathered_blocks_reach_all_hosts) {
+  const auto value = [](int rank, size_t i) { return static_cast<int64_t>(i) * 1000 + rank; };
+  for (const std::string letters : {"aabb", "abab", "aaabbb", "abccab"})
+    for (const std::vector<size_t>& some :
+         {std::vector<size_t>{0, 0, 0, 0}, {1, 0, 129, 3}, {20'000, 20'000, 20'000, 20'000}}) {
+      std::vector<size_t> counts = some;
+      counts.resize(letters.size(), 40);
+      expectWell(onHosts(letters, hierarchical(), [&](Group& group) {
+        for (const bool in_place : {false, true}) {
+          std::vector<std::vector<int64_t>> all;
+          for (const size_t count : counts) all.emplace_back(count + 1, -1);
+          AllGather call{.input = nullptr, .counts = counts, .dtype = DType::kInt64};
+          for (auto& one : all) call.outputs.push_back(one.data());
+          std::vector<int64_t> own(counts[at(group.rank())] + 1);
+          int64_t* const input = in_place ? all[at(group.rank())].data() : own.data();
+          for (size_t i = 0; i < counts[at(group.rank())]; ++i) input[i] = value(group.rank(), i);
+          call.input = input;
+          const uint64_t before = group.epoch()->wires->bytesSent();
+          group.run({call});
+          // Round the ring of its place, with headers of frames.
+          const size_t most = (ranksOf(letters).size() - 1) * std::ranges::max(counts) * 8 + 4096;
+          CHECK(group.epoch()->wires->bytesSent() - before <= most);
+          for (int r = 0; r < group.size(); ++r) {
+            for (size_t i = 0; i < counts[at(r)]; ++i) CHECK_EQ(all[at(r)][i], value(r, i));
+            CHECK_EQ(all[at(r)][counts[at(r)]], -1);
+          }
+        }
+      }));
+    }
+}
+
 TEST(sums_of_many_slices) {
   const std::string letters = "aabb";
   std::vector<Case> cases;
@@ -225,7 +323,21 @@ TEST(uneven_hosts_go_round_one_ring) {
 }
 
 TEST(who_dies_in_its_host_is_named_by_all) {
-  for (int doomed : {0, 3}) {
+  std::vector<float> data(50'000), whole(4 * data.size());
+  const std::vector<size_t> counts(4, data.size());
+  std::vector<void*> blocks;
+  for (int r = 0; r < 4; ++r) blocks.push_back(&whole[at(r) * data.size()]);
+  const AllReduce all_reduce{data.data(), data.size(), DType::kFloat32, ReduceOp::kSum};
+  const AllGather all_gather{
+      .input = data.data(), .outputs = blocks, .counts = counts, .dtype = DType::kFloat32};
+  const ReduceScatter reduce_scatter{.inputs = {blocks.begin(), blocks.end()},
+                                     .counts = counts,
+                                     .output = data.data(),
+                                     .dtype = DType::kFloat32,
+                                     .op = ReduceOp::kSum};
+  const std::pair<int, CollectiveCall> cases[] = {
+      {0, all_reduce}, {3, all_reduce}, {1, all_gather}, {2, reduce_scatter}};
+  for (const auto& [doomed, call] : cases) {
     const auto ends = onHosts("aabb", hierarchical(), [&](Group& group) {
       std::thread killer;
       if (group.rank() == doomed)
@@ -235,7 +347,7 @@ TEST(who_dies_in_its_host_is_named_by_all) {
         });
       const auto failure = failureOf(
           [&] {
-            for (;;) reduceSome(group, 50'000);
+            for (;;) group.run({call});
           },
           "rank " + std::to_string(doomed) + " (pid ");
       CHECK(failure == Failure::kPeerLost);

@@ -365,13 +365,14 @@ class Model:
         """Of a call on several hosts."""
         if call.world == job.ranks:
             return stream_parts(call, self.sockets)
-        # Inside the host a reduce-scatter and an all-gather.  Between hosts each rank has a part;
-        # all parts share the line.
+        # Inside the host a reduce-scatter and an all-gather, or the one that the call is.  Between
+        # hosts each rank has a part; all parts share the line.
         way = "ring" if call.algorithm == "hierarchical" else call.algorithm
         parts = stream_parts(replace(call, algorithm=way), self.sockets)
         inside = sum(
             shared_time(self.shared, half, call.size, job.per_host)
             for half in ("reduce_scatter", "all_gather")
+            if call.kind in (half, "all_reduce")
         )
         return _Parts(
             parts.line + inside, parts.path + inside, parts.processors / job.per_host + inside
