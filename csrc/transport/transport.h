@@ -85,9 +85,10 @@ class Transport {
   // bytes, and closes this side.
   virtual void leave(Nanos /*longest*/) {}
 
-  // Bytes of memory for its buffers.
+  // Bytes of memory for its buffers, those that ranks of the host share not included.
   virtual size_t stagingBytes() const { return 0; }
-  // Bytes sent up to the end of the last operation, headers included.  From any thread.
+  // Bytes sent up to the end of the last operation, headers included, but for those that went
+  // through memory of this host.  From any thread.
   virtual uint64_t bytesSent() const { return 0; }
   // What the lines to other ranks have done, at the end of a recent operation.  From any thread.
   virtual std::vector<Line> lines() const { return {}; }

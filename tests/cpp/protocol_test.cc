@@ -1,7 +1,11 @@
-// The protocols of shared memory: exchange, links and ring, and channels of messages, with random
-// delays at every step of them, with ranks that die at any step, and with mutants that must be
-// caught.
+// The protocols of shared memory: exchange, links and ring, channels of messages, and pipes of
+// bytes with their doorbells, with random delays at every step of them, with ranks that die at any
+// step, and with mutants that must be caught.
 #define CHECK_OWN_MAIN
+#include <poll.h>
+
+#include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstring>
 #include <functional>
@@ -17,6 +21,8 @@
 #include "collectives/reduction.h"
 #include "mutants.h"
 #include "ranks.h"
+#include "tcp_world.h"
+#include "transport/shm/byte_pipe.h"
 #include "transport/shm/channel.h"
 #include "transport/shm/exchange.h"
 #include "transport/shm/shm_link.h"
@@ -520,6 +526,65 @@ void channels() {
   });
 }
 
+// Two ranks send each other more bytes than a pipe holds, in pieces that differ.  One that can move
+// nothing sleeps at once, and long: a doorbell that is not rung costs so much that the test
+// notices.
+template <class Rules>
+void pipes(Impatient& watch) {
+  constexpr size_t kBytes = 5 * kRingBytes + 12345;
+  const auto byteAt = [](size_t at, int from) {
+    return static_cast<uint8_t>(at * 31 + at / 251 + static_cast<size_t>(from));
+  };
+  const tcp_world::HostOfThreads host({0, 1});
+  ranks::inThreads(2, [&](int me) {
+    const auto neighbours = host.of<Rules>(me);
+    BytePipe& pipe = *neighbours->pipe(1 - me);
+    CHECK(!neighbours->pipe(me));
+    std::vector<uint8_t> out(kBytes), in(kBytes);
+    for (size_t at = 0; at < kBytes; ++at) out[at] = byteAt(at, me);
+    std::minstd_rand random(static_cast<unsigned>(me + 1));
+    size_t sent = 0, received = 0;
+    // Two pieces of random sizes.
+    const auto piecesOf = [&](std::vector<uint8_t>& data, size_t from) {
+      const size_t first = std::min<size_t>(kBytes - from, 1 + random() % 100'000);
+      const size_t second = std::min<size_t>(kBytes - from - first, random() % 100'000);
+      return std::array<iovec, 2>{{{&data[from], first}, {data.data() + from + first, second}}};
+    };
+    const auto moves = [&] {
+      size_t moved = 0;
+      if (received < kBytes) moved += pipe.receive(piecesOf(in, received).data(), 2);
+      received += moved;
+      if (sent < kBytes) {
+        const size_t n = pipe.send(piecesOf(out, sent).data(), 2);
+        sent += n;
+        moved += n;
+      }
+      return moved > 0;
+    };
+    while (sent < kBytes || received < kBytes) {
+      if (moves()) continue;
+      neighbours->listen(true);
+      if (!moves()) {
+        pollfd bell{.fd = neighbours->doorbell(), .events = POLLIN, .revents = 0};
+        ::poll(&bell, 1, 2000);
+        bool unused = false;
+        auto never = [&] { return unused; };
+        watch.poll(1 - me, never);
+      }
+      neighbours->listen(false);
+      uint64_t rings = 0;
+      [[maybe_unused]] const ssize_t n = ::read(neighbours->doorbell(), &rings, sizeof rings);
+    }
+    for (size_t at = 0; at < kBytes; ++at) CHECK_EQ(in[at], byteAt(at, 1 - me));
+  });
+}
+
+template <class Rules>
+void manyPipes() {
+  Impatient watch;
+  for (int i = 0; i < 10; ++i) pipes<Rules>(watch);
+}
+
 const mutants::Mutants kMutants{
     {"weak_publish", everything<WeakPublish>},
     {"weak_observe", everything<WeakObserve>},
@@ -534,6 +599,10 @@ const mutants::Mutants kMutants{
     {"channel_early_reuse", channels<EarlyReuse>},
     {"channel_early_commit", channels<Delayed, ChannelMistake::kEarlyCommit>},
     {"channel_early_pop", channels<Delayed, ChannelMistake::kEarlyPop>},
+    {"pipe_weak_publish", manyPipes<WeakPublish>},
+    {"pipe_weak_observe", manyPipes<WeakObserve>},
+    {"pipe_early_reuse", manyPipes<EarlyReuse>},
+    {"pipe_without_doorbell", manyPipes<NoWake>},
 };
 
 }  // namespace
@@ -549,6 +618,10 @@ TEST(survivors_agree_wherever_ranks_die) {
 
 TEST(channels_hold_under_random_delays) {
   channels<Delayed>();
+}
+
+TEST(pipes_hold_under_random_delays) {
+  manyPipes<Delayed>();
 }
 
 int main(int argc, char** argv) {

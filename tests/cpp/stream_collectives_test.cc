@@ -1,6 +1,6 @@
-// The collectives over streams, over TCP, over socket pairs, and over the stand-in, which is as
-// hard on them as the contract allows, against what they must give: the bits that shared memory
-// gives.
+// The collectives over streams, over TCP, over TCP between hosts and memory inside them, over
+// socket pairs, and over the stand-in, which is as hard on them as the contract allows, against
+// what they must give: the bits that shared memory gives.
 #include "collectives/stream_algorithms.h"
 #include "ranks.h"
 #include "socketpair_transport.h"
@@ -30,6 +30,10 @@ std::function<void(OneRank&)> asCaller(const std::function<void(Caller&)>& body)
 
 void overTcp(int P, const StreamOptions& options, const std::function<void(Caller&)>& body) {
   tcp_world::overTcp(P, asCaller(body), {}, 60 * kSecond, options);
+}
+
+void overBothWires(int P, const StreamOptions& options, const std::function<void(Caller&)>& body) {
+  tcp_world::overTcp(P, asCaller(body), {}, 60 * kSecond, options, /*hosts=*/P > 2 ? 2 : 1);
 }
 
 void overSocketpairs(int P, const StreamOptions& options,
@@ -67,6 +71,10 @@ TEST(reductions_of_every_kind_over_socket_pairs) {
   stream_cases::checkReductions(overSocketpairs, 5, 60000);
 }
 
+TEST(reductions_of_every_kind_over_both_wires) {
+  stream_cases::checkReductions(overBothWires, kMostRanks, 60000);
+}
+
 TEST(moves_of_every_kind) {
   stream_cases::checkMoves(overTcp, kMostRanks, 50000);
 }
@@ -79,8 +87,13 @@ TEST(moves_of_every_kind_over_socket_pairs) {
   stream_cases::checkMoves(overSocketpairs, 5, 50000);
 }
 
+TEST(moves_of_every_kind_over_both_wires) {
+  stream_cases::checkMoves(overBothWires, kMostRanks, 50000);
+}
+
 TEST(a_barrier_is_one) {
   stream_cases::checkBarrier(overTcp, kMostRanks);
+  stream_cases::checkBarrier(overBothWires, kMostRanks);
   stream_cases::checkBarrier(overStandIn, kMostRanks);
   stream_cases::checkBarrier(overSocketpairs, 5);
 }
@@ -88,6 +101,8 @@ TEST(a_barrier_is_one) {
 TEST(ranks_that_disagree_find_out) {
   stream_cases::checkMeetings(overTcp, 4);
   stream_cases::checkUnequalCounts(overTcp, 3);
+  stream_cases::checkMeetings(overBothWires, 4);
+  stream_cases::checkUnequalCounts(overBothWires, 3);
   stream_cases::checkMeetings(overStandIn, 5);
   stream_cases::checkUnequalCounts(overStandIn, 4);
   stream_cases::checkMeetings(overSocketpairs, 4);
@@ -96,6 +111,7 @@ TEST(ranks_that_disagree_find_out) {
 
 TEST(a_ring_of_more_slices_than_buffers) {
   stream_cases::checkWindow(overTcp, 4, Transport::kWindow, 300);
+  stream_cases::checkWindow(overBothWires, 4, Transport::kWindow, 300);
   stream_cases::checkWindow(overSocketpairs, 4, Transport::kWindow, 300);
 }
 

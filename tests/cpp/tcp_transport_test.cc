@@ -1,9 +1,11 @@
 // The transport: bytes arrive in order and at their places, however they are cut, over any number
-// of connections; and what is wrong is told.
+// of connections and through memory; and what is wrong is told.
 #include <sys/socket.h>
 
 #include <cstring>
 #include <random>
+#include <set>
+#include <thread>
 
 #include "check.h"
 #include "tcp_world.h"
@@ -105,23 +107,122 @@ TEST(the_same_over_many_connections) {
             {.min_connections = connections});
 }
 
-TEST(another_operation_is_told_before_anything_is_returned) {
+TEST(the_same_through_memory_and_over_both_wires_at_once) {
+  for (const int hosts : {1, 2, 3})
+    for (const bool sleeps : {false, true})
+      overTcp(
+          5,
+          [&](OneRank& me) {
+            me.transport().setPatience({.spin = 0, .yield = sleeps ? 0 : 200 * kMicrosecond});
+            for (uint32_t seed = 40; seed < 52; ++seed) exchangeAll(me, seed);
+            // Only what went over sockets is counted, and has lines.
+            std::set<int> lines;
+            for (const Line& line : me.transport().lines()) lines.insert(line.to % hosts);
+            CHECK(!lines.contains(me.rank() % hosts));
+            CHECK_EQ(me.transport().bytesSent() > 0, hosts > 1);
+            size_t in_memory = 0;
+            for (const std::string& route : me.transport().routes())
+              in_memory += route.ends_with(": shared memory");
+            CHECK_EQ(in_memory, static_cast<size_t>((4 - me.rank() % hosts) / hosts));
+          },
+          {}, 60 * kSecond, {}, hosts);
+}
+
+TEST(both_directions_of_a_full_pipe_go_on) {
+  constexpr size_t kBytes = 8 << 20;  // of which a pipe holds little
+  static_assert(kBytes > 16 * kRingBytes);
+  overTcp(
+      2,
+      [](OneRank& me) {
+        const int other = 1 - me.rank();
+        const auto mine = pattern(me.rank(), other, 1, kBytes);
+        std::vector<unsigned char> theirs(kBytes);
+        me.operation([&](Transport& transport) {
+          transport.expect(other, theirs.data(), kBytes);
+          transport.send(other, mine.data(), kBytes);
+          transport.finish();  // before either has looked at what came
+          transport.peek(other);
+          transport.release(other);
+        });
+        CHECK(theirs == pattern(other, me.rank(), 1, kBytes));
+      },
+      {}, 60 * kSecond, {}, /*hosts=*/1);
+}
+
+TEST(what_a_rank_wrote_to_a_pipe_before_it_was_lost_is_read_and_the_rest_is_not_awaited) {
+  for (const PeerState state :
+       {PeerState{.observed = Observed::kEnded}, PeerState{.declared = Declared::kGone}}) {
+    std::atomic<int> left = 2;
+    const auto kind = ranks::failureOf(
+        [&] {
+          overTcp(
+              2,
+              [&](OneRank& me) {
+                int data[] = {4711, 0};
+                if (me.rank() == 1) {
+                  me.operation([&](Transport& transport) { transport.send(0, data, sizeof(int)); });
+                  --left;
+                  return;
+                }
+                while (left > 1) std::this_thread::yield();
+                me.watch().state = state;
+                int came[2] = {};
+                me.operation([&](Transport& transport) {
+                  transport.expect(1, &came[0], sizeof(int));
+                  transport.expect(1, &came[1], sizeof(int));
+                  transport.peek(1);
+                  transport.release(1);
+                  CHECK_EQ(came[0], data[0]);
+                  transport.peek(1);
+                });
+              },
+              {}, 60 * kSecond, {}, /*hosts=*/1);
+        },
+        "rank 1: it is gone");
+    CHECK(kind == Failure::kPeerLost);
+  }
+}
+
+TEST(a_rank_that_is_lost_takes_nothing_from_its_full_pipe) {
   const auto kind = ranks::failureOf(
       [] {
-        overTcp(2, [](OneRank& me) {
-          int mine = me.rank(), theirs = 0;
-          me.operation(
-              [&](Transport& transport) {
-                transport.expect(1 - me.rank(), &theirs, sizeof theirs);
-                transport.send(1 - me.rank(), &mine, sizeof mine);
-                transport.peek(1 - me.rank());
-                transport.release(1 - me.rank());
-              },
-              Kind::kAllReduce, static_cast<uint64_t>(me.rank()));
-        });
+        overTcp(
+            2,
+            [](OneRank& me) {
+              if (me.rank() == 1) return;
+              me.watch().state = PeerState{.observed = Observed::kEnded};
+              const std::vector<unsigned char> data(2 * kRingBytes);
+              me.operation(
+                  [&](Transport& transport) { transport.send(1, data.data(), data.size()); });
+            },
+            {}, 60 * kSecond, {}, /*hosts=*/1);
       },
-      "called another operation");
-  CHECK(kind == Failure::kMismatch);
+      "rank 1: it is gone");
+  CHECK(kind == Failure::kPeerLost);
+}
+
+TEST(another_operation_is_told_before_anything_is_returned) {
+  for (const int hosts : {0, 1}) {
+    const auto kind = ranks::failureOf(
+        [&] {
+          overTcp(
+              2,
+              [](OneRank& me) {
+                int mine = me.rank(), theirs = 0;
+                me.operation(
+                    [&](Transport& transport) {
+                      transport.expect(1 - me.rank(), &theirs, sizeof theirs);
+                      transport.send(1 - me.rank(), &mine, sizeof mine);
+                      transport.peek(1 - me.rank());
+                      transport.release(1 - me.rank());
+                    },
+                    Kind::kAllReduce, static_cast<uint64_t>(me.rank()));
+              },
+              {}, 60 * kSecond, {}, hosts);
+        },
+        "called another operation");
+    CHECK(kind == Failure::kMismatch);
+  }
 }
 
 TEST(an_operation_that_no_rank_would_announce_is_not_believed) {

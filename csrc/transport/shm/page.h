@@ -61,6 +61,7 @@ struct RankPage {
       uint32_t wake_word;  // wakeWordFor(r) while the owner sleeps and waits for rank r, else 0
   alignas(kLine) uint32_t messenger_wake_word;  // 1 while the owner sleeps and waits for messages
   uint32_t awaited_message;                     // an AwaitedMessage of the owner, for errors
+  alignas(kLine) uint32_t bell_word;            // 1 while its doorbell is to be rung (byte_pipe.h)
   alignas(kLine) uint32_t departed;             // a Declared of the owner
 
   // Written by the other ranks, in a group that survives losses, when they go on without the owner.

@@ -157,7 +157,7 @@ bool SendStream::write(Writer& writer) {
     wanted += n;
     at += n;
   }
-  const ssize_t n = writer.connection.socket.send(pieces.data(), count);
+  const ssize_t n = writer.connection.send(pieces.data(), count);
   if (n < 0) {
     if (errno == EINTR) return true;
     writer.connection.ready = false;
@@ -200,7 +200,7 @@ Moved SendStream::progress() {
     for (size_t i = 0; i < writers_.size(); ++i) {
       const size_t place = (first_ + i) % writers_.size();
       Writer& writer = *writers_[place];
-      if (!writer.connection.ready) continue;
+      if (!writer.connection.mayMove()) continue;
       if (!writer.busy()) {
         if (cut_ == posted_ || place >= used_) continue;
         cutFrame(writer);
@@ -349,7 +349,7 @@ bool RecvStream::read(Reader& reader, size_t& budget) {
     pieces[count++] = {reader.ahead.data() + reader.ahead_end,
                        reader.ahead.size() - reader.ahead_end};
   }
-  const ssize_t n = reader.connection.socket.receive(pieces.data(), count);
+  const ssize_t n = reader.connection.receive(pieces.data(), count);
   if (n < 0 && errno == EINTR) return true;
   if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) {
     reader.connection.ready = false;
@@ -393,7 +393,7 @@ Moved RecvStream::progress() {
         }
         break;  // no destination yet
       }
-      if (!reader.connection.ready || reader.closed) break;
+      if (!reader.connection.mayMove() || reader.closed) break;
       if (!read(reader, budget)) break;
       moved = true;
     }

@@ -1,4 +1,5 @@
-// A stream: bytes from one rank to another, in order, over one or more connections.
+// A stream: bytes from one rank to another, in order, over one or more connections.  To a rank of
+// this host the only connection is a pipe in memory (transport/neighbours.h), with the same frames.
 //
 // Each byte has a position, counted from the start of the group.  Bytes travel in frames; a frame
 // carries its position and length.  The next frame goes to the first connection that accepts bytes.
@@ -15,6 +16,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <cerrno>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -25,6 +27,7 @@
 #include <vector>
 
 #include "base/clock.h"
+#include "transport/neighbours.h"
 #include "transport/tcp/socket.h"
 #include "transport/transport.h"
 
@@ -77,9 +80,26 @@ enum class Moved : uint8_t { kNothing, kSome, kBroken };
 // A connection, and its state according to edge-triggered epoll.
 struct Connection {
   Socket socket;
-  bool ready = true;    // until the kernel has no more for now
-  bool hangup = false;  // the other end has closed; read what is left
+  BytePipe* pipe = nullptr;  // instead of a socket
+  bool ready = true;         // until the kernel has no more for now
+  bool hangup = false;       // the other end has closed; read what is left
   Silence silence = {};
+
+  // Nobody reports of a pipe, so it is tried each time.
+  bool mayMove() const { return ready || pipe; }
+  // As those of a socket.
+  ssize_t send(const iovec* pieces, size_t count) {
+    return pipe ? moved(pipe->send(pieces, count)) : socket.send(pieces, count);
+  }
+  ssize_t receive(const iovec* pieces, size_t count) {
+    return pipe ? moved(pipe->receive(pieces, count)) : socket.receive(pieces, count);
+  }
+
+ private:
+  static ssize_t moved(size_t bytes) {
+    if (bytes == 0) errno = EAGAIN;
+    return bytes == 0 ? -1 : static_cast<ssize_t>(bytes);
+  }
 };
 
 class SendStream {
@@ -101,6 +121,7 @@ class SendStream {
 
   // Adds the connection with this number.  Numbers are unique and may come in any order.
   Connection& add(Socket socket, int number);
+  void add(BytePipe& pipe) { add(Socket(), 0).pipe = &pipe; }
   int connections() const { return static_cast<int>(writers_.size()); }
   Connection& connection(int i) { return writers_[static_cast<size_t>(i)]->connection; }
   // Limits new frames to the `count` connections with the lowest numbers.
@@ -156,6 +177,10 @@ class RecvStream {
   void pop();
 
   void add(Socket socket);
+  void add(BytePipe& pipe) {
+    add(Socket());
+    readers_.back()->connection.pipe = &pipe;
+  }
   int connections() const { return static_cast<int>(readers_.size()); }
   Connection& connection(int i) { return readers_[static_cast<size_t>(i)]->connection; }
   bool isOpen() const { return openConnections() > 0; }  // more bytes may arrive

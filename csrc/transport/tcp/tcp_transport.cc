@@ -1,6 +1,7 @@
 // Streams to and from all ranks, moved by the thread that waits.
 #include "transport/tcp/tcp_transport.h"
 
+#include <fcntl.h>
 #include <linux/sockios.h>
 #include <linux/tcp.h>
 #include <netinet/in.h>
@@ -36,6 +37,7 @@ struct TcpTransport::State {
         : stream(pool), count(options.min_connections, options.max_connections) {}
     net::SendStream stream;
     net::ConnectionCount count;
+    bool in_memory = false;
     int requested = 0;  // connections, ever
     Nanos next_look = 0;
     std::string left_bbr;  // BBR's name, if a connection has left it
@@ -48,6 +50,7 @@ struct TcpTransport::State {
   struct In {
     explicit In(net::Pool& pool) : stream(pool) {}
     net::RecvStream stream;
+    bool in_memory = false;
     Announcement theirs;
     uint64_t operation = 0;  // the last one in which something was expected
     bool verified = true;
@@ -70,17 +73,21 @@ struct TcpTransport::State {
     uint64_t received = 0;
   };
 
-  State(int rank, int size, WaitGuard& guard, net::Dial dial, const TcpOptions& options);
+  State(int rank, int size, WaitGuard& guard, net::Dial dial, const TcpOptions& options,
+        std::unique_ptr<Neighbours> neighbours);
 
-  Out& out(int r) {
-    auto& out = outs[static_cast<size_t>(r)];
-    if (!out) out = std::make_unique<Out>(pool, options);
-    return *out;
-  }
-  In& in(int r) {
-    auto& in = ins[static_cast<size_t>(r)];
-    if (!in) in = std::make_unique<In>(pool);
-    return *in;
+  Out& out(int r) { return made(outs[static_cast<size_t>(r)], r, pool, options); }
+  In& in(int r) { return made(ins[static_cast<size_t>(r)], r, pool); }
+  // The stream of rank r, with its pipe if there is one.
+  template <class End, class... Args>
+  End& made(std::unique_ptr<End>& end, int r, Args&... args) {
+    if (end) return *end;
+    end = std::make_unique<End>(args...);
+    if (BytePipe* pipe = neighbours ? neighbours->pipe(r) : nullptr) {
+      end->stream.add(*pipe);
+      end->in_memory = true;
+    }
+    return *end;
   }
   Out& announced(int to);
   In& expecting(int from);
@@ -101,6 +108,7 @@ struct TcpTransport::State {
   // ---- waiting
   bool progress();
   bool pollSockets(int longest_ms);
+  void sleep();
   void waitUntil(int r, Ready ready);
   void checkPeers(int r, Ready ready, LostPeer& lost);
   void throwIfLost(int r, Ready ready, LostPeer& lost);
@@ -115,8 +123,9 @@ struct TcpTransport::State {
   const TcpOptions options;
   Patience patience;
   net::Pool pool;
-  Fd epoll, wakeup;
-  std::vector<std::unique_ptr<Out>> outs;  // by rank; null until something is sent
+  const std::unique_ptr<Neighbours> neighbours;  // null: there are none
+  Fd epoll, wakeup;                              // the neighbours' doorbell wakes up too
+  std::vector<std::unique_ptr<Out>> outs;        // by rank; null until something is sent
   std::vector<std::unique_ptr<In>> ins;
   std::vector<int> sending, receiving;  // ranks with bytes to move
   Announcement operation;
@@ -192,13 +201,15 @@ net::ConnectionCount::Sample sampleOf(net::SendStream& stream) {
 }  // namespace
 
 TcpTransport::State::State(int rank_, int size_, WaitGuard& guard_, net::Dial dial,
-                           const TcpOptions& options_)
+                           const TcpOptions& options_, std::unique_ptr<Neighbours> neighbours_)
     : rank(rank_),
       size(size_),
       guard(guard_),
       options(options_),
+      neighbours(std::move(neighbours_)),
       epoll(epoll_create1(EPOLL_CLOEXEC)),
-      wakeup(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
+      wakeup(neighbours ? fcntl(neighbours->doorbell(), F_DUPFD_CLOEXEC, 0)
+                        : eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
       outs(static_cast<size_t>(size_)),
       ins(static_cast<size_t>(size_)),
       connector(std::move(dial)) {
@@ -244,7 +255,7 @@ void TcpTransport::State::lookAtLines() {
   std::vector<Line> looked;
   for (int r = 0; r < size; ++r) {
     const auto& out = outs[static_cast<size_t>(r)];
-    if (!out || out->stream.connections() == 0) continue;
+    if (!out || out->in_memory || out->stream.connections() == 0) continue;
     Line line{.to = options.shown.empty() ? r : options.shown[static_cast<size_t>(r)]};
     for (int i = 0; i < out->stream.connections(); ++i) {
       const tcp_info info = infoOf(out->stream.connection(i).socket);
@@ -396,7 +407,7 @@ bool TcpTransport::State::progress() {
   for (size_t i = 0; i < sending.size();) {
     const int to = sending[i];
     Out& o = out(to);
-    adaptConnections(to, o);
+    if (!o.in_memory) adaptConnections(to, o);
     const Moved result = o.stream.progress();
     if (result == Moved::kBroken) guard.broken(to, o.stream.why());
     moved = moved || result == Moved::kSome;
@@ -479,10 +490,11 @@ void TcpTransport::State::throwIfLost(int r, const Ready ready, LostPeer& lost) 
   while (progress()) {
   }
   if (ready()) return;
+  // All that it wrote to a pipe was there.
   const net::RecvStream& stream = in(r).stream;
   if (lost.quiet_since == 0 || lost.received != stream.received())
     lost = {.quiet_since = now(), .received = stream.received()};
-  if (state.observed == Observed::kUnreachable || !stream.isOpen() ||
+  if (state.observed == Observed::kUnreachable || in(r).in_memory || !stream.isOpen() ||
       now() - lost.quiet_since > 2 * options.lost_after)
     guard.broken(r, "it is gone");
 }
@@ -495,7 +507,7 @@ void TcpTransport::State::throwIfSilent() {
   next_silence_look = time + longestSilence() / 8;
   for (int r = 0; r < size; ++r) {
     const auto& o = outs[static_cast<size_t>(r)];
-    for (int i = 0; o && i < o->stream.connections(); ++i) {
+    for (int i = 0; o && !o->in_memory && i < o->stream.connections(); ++i) {
       Connection& connection = o->stream.connection(i);
       const Nanos silent = connection.silence.look(connection.socket);
       if (silent <= longestSilence() || !guard.stateOf(r).isHere()) continue;
@@ -514,16 +526,24 @@ void TcpTransport::State::backOff(Nanos idle) {
   } else if (idle < patience.spin + patience.yield) {
     if (!pollSockets(0)) sched_yield();
   } else {
-    pollSockets(static_cast<int>(kLongestSleep / kMillisecond));
+    sleep();
   }
+}
+
+// A neighbour rings only while this rank listens, so what it moved before is looked for once more.
+void TcpTransport::State::sleep() {
+  if (neighbours) neighbours->listen(true);
+  if (!neighbours || !progress()) pollSockets(static_cast<int>(kLongestSleep / kMillisecond));
+  if (neighbours) neighbours->listen(false);
 }
 
 // ---- the interface
 
 TcpTransport::TcpTransport(int rank, int size, WaitGuard& guard, net::Dial dial,
-                           const TcpOptions& options)
+                           const TcpOptions& options, std::unique_ptr<Neighbours> neighbours)
     : Transport(rank, size),
-      state_(std::make_unique<State>(rank, size, guard, std::move(dial), options)) {}
+      state_(std::make_unique<State>(rank, size, guard, std::move(dial), options,
+                                     std::move(neighbours))) {}
 
 TcpTransport::~TcpTransport() = default;
 
@@ -559,7 +579,7 @@ void TcpTransport::finish() {
   state_->pool.trim(kKeptBuffers);
   uint64_t taken = 0;
   for (const auto& out : state_->outs)
-    if (out) taken += out->stream.taken();
+    if (out && !out->in_memory) taken += out->stream.taken();
   state_->taken.store(taken, std::memory_order_relaxed);
   state_->lookAtLines();
 }
@@ -617,7 +637,7 @@ void TcpTransport::release(int from) {
 void TcpTransport::leave(Nanos longest) {
   const auto forEachConnection = [&](const auto& body) {
     for (int r = 0; r < state_->size; ++r)
-      if (const auto& out = state_->outs[static_cast<size_t>(r)])
+      if (const auto& out = state_->outs[static_cast<size_t>(r)]; out && !out->in_memory)
         for (int i = 0; i < out->stream.connections(); ++i)
           body(r, out->stream.connection(i).socket.get());
   };
@@ -651,9 +671,10 @@ std::vector<std::string> TcpTransport::routes() const {
   const std::vector<int>& shown = state_->options.shown;
   std::vector<std::string> all;
   for (int r = 0; r < state_->size; ++r)
-    if (const auto& out = state_->outs[static_cast<size_t>(r)]; out && out->requested > 0)
+    if (const auto& out = state_->outs[static_cast<size_t>(r)];
+        out && (out->in_memory || out->requested > 0))
       all.push_back("to rank " + std::to_string(shown.empty() ? r : shown[static_cast<size_t>(r)]) +
-                    ": " + out->count.why());
+                    ": " + (out->in_memory ? "shared memory" : out->count.why()));
   return all;
 }
 

@@ -1,5 +1,6 @@
 // The transport over TCP: one or more connections in each direction between two ranks, made when a
-// rank first sends.  The thread that waits moves all bytes; there is no other thread for data.
+// rank first sends.  Ranks of one host that share memory have a pipe there instead, from the start.
+// The thread that waits moves all bytes, on both wires; there is no other thread for data.
 #pragma once
 
 #include <cstddef>
@@ -11,6 +12,7 @@
 
 #include "base/clock.h"
 #include "transport/fabric.h"
+#include "transport/neighbours.h"
 #include "transport/tcp/connector.h"
 #include "transport/tcp/socket.h"
 #include "transport/transport.h"
@@ -36,8 +38,10 @@ struct TcpOptions {
 
 class TcpTransport final : public Transport {
  public:
-  // `dial` makes connections of any number to a rank.
-  TcpTransport(int rank, int size, WaitGuard& guard, net::Dial dial, const TcpOptions& options);
+  // `dial` makes connections of any number to a rank.  `neighbours` are reached without; null:
+  // there are none.
+  TcpTransport(int rank, int size, WaitGuard& guard, net::Dial dial, const TcpOptions& options,
+               std::unique_ptr<Neighbours> neighbours);
   ~TcpTransport() override;
 
   // Takes a connection that rank `from` has made, or closes it if that rank has kMaxConnections.
@@ -61,7 +65,7 @@ class TcpTransport final : public Transport {
   uint64_t bytesSent() const override;
   // By the numbers that are shown.
   std::vector<Line> lines() const override;
-  // How many connections there are to each rank, and why.
+  // How many connections there are to each rank, and why; or that it shares memory.
   std::vector<std::string> routes() const override;
 
  private:
@@ -72,12 +76,13 @@ class TcpTransport final : public Transport {
 // Makes the transport, and hands it the connections of other ranks.
 class TcpFabric final : public Fabric {
  public:
-  // `dial` makes connections of any number to a rank of the transport.
-  TcpFabric(net::Dial dial, TcpOptions options)
-      : dial_(std::move(dial)), options_(std::move(options)) {}
+  // As the transport has them, by its numbers of ranks.
+  TcpFabric(net::Dial dial, TcpOptions options, std::unique_ptr<Neighbours> neighbours = nullptr)
+      : dial_(std::move(dial)), options_(std::move(options)), neighbours_(std::move(neighbours)) {}
 
   std::unique_ptr<Transport> make(int rank, int size, WaitGuard& guard) override {
-    auto made = std::make_unique<TcpTransport>(rank, size, guard, dial_, options_);
+    auto made =
+        std::make_unique<TcpTransport>(rank, size, guard, dial_, options_, std::move(neighbours_));
     transport_ = made.get();
     return made;
   }
@@ -88,6 +93,7 @@ class TcpFabric final : public Fabric {
  private:
   const net::Dial dial_;
   const TcpOptions options_;
+  std::unique_ptr<Neighbours> neighbours_;  // until the transport has them
   TcpTransport* transport_ = nullptr;
 };
 
