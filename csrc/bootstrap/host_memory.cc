@@ -1,6 +1,7 @@
 // The two sides of the exchange.
 #include "bootstrap/host_memory.h"
 
+#include <sys/eventfd.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -19,7 +20,7 @@ namespace {
 
 constexpr size_t kMostReason = 3000;  // bytes of the reason of a failure in a packet
 // Of the table of all members.
-constexpr int kMembersPerPacket = kMostFds / 3;
+constexpr int kMembersPerPacket = kMostFds / 4;
 
 std::string entryOf(const char* field, int rank) {
   return field + std::to_string(rank);
@@ -32,6 +33,14 @@ std::string leaderName(const LocalRanks& ranks) {
 std::string nameOfThis(const LocalRanks& ranks) {
   return "rank " + ranks.options.shown(ranks.rank) + " (pid " + std::to_string(getpid()) +
          " on host " + hostName() + ")";
+}
+
+// Of this rank; null where there are no pipes.
+std::shared_ptr<Fd> doorbellOf(const LocalRanks& ranks) {
+  if (!ranks.pipes) return nullptr;
+  auto doorbell = std::make_shared<Fd>(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  if (!*doorbell) throwErrno(Failure::kSetup, "no descriptors are left for a group's doorbells");
+  return doorbell;
 }
 
 }  // namespace
@@ -150,6 +159,7 @@ HostMemory HostLeader::run(const Poll& poll, const std::function<void()>& all_th
   self.host = hostName();
   self.segment = Segment::create(Layout(ranks_.shared, ranks_.size).bytes);
   self.process = ownProcessFds();
+  self.doorbell = doorbellOf(ranks_);
   if (ranks_.size > 1) {
     while (std::ranges::count(joined_, false) > 0) step(poll, "join");
     for (const Caller& caller : callers_)
@@ -175,10 +185,28 @@ void HostLeader::fail(const Reason& reason) {
   } catch (const Error& error) {
     log(std::string("cannot tell all ranks why the group is not made: ") + error.what());
   }
-  for (const Caller& caller : callers_)
-    sendPacket(caller.socket, encode({{"say", "fail"},
-                                      {"kind", std::to_string(static_cast<int>(reason.kind))},
-                                      {"text", reason.text.substr(0, kMostReason)}}));
+  for (Caller& caller : callers_) tellFailure(caller, reason);
+}
+
+void HostLeader::failAll(const Reason& reason, const Poll& poll) {
+  for (;; waitForCallers()) {
+    acceptAll();
+    for (Caller& caller : callers_) {
+      Packet packet;
+      if (!caller.proven && receivePacket(caller.socket, packet) == Received::kMessage)
+        proves(caller, decode(packet.bytes));
+      if (caller.proven && !caller.told) tellFailure(caller, reason);
+    }
+    if (std::ranges::count(callers_, true, &Caller::told) >= ranks_.size - 1) return;
+    if (const std::vector<int> late = missing(); !late.empty()) poll(late, "join");
+  }
+}
+
+void HostLeader::tellFailure(Caller& caller, const Reason& reason) {
+  caller.told = true;
+  sendPacket(caller.socket, encode({{"say", "fail"},
+                                    {"kind", std::to_string(static_cast<int>(reason.kind))},
+                                    {"text", reason.text.substr(0, kMostReason)}}));
 }
 
 // The ranks that are not as far as the others.
@@ -192,10 +220,14 @@ std::vector<int> HostLeader::missing() const {
   return ranks;
 }
 
-void HostLeader::step(const Poll& poll, const char* what) {
+void HostLeader::waitForCallers() {
   std::vector<int> wanted{listener_.get()};
   for (const Caller& caller : callers_) wanted.push_back(caller.socket.get());
   waitReadable(wanted, clock_.pause(kMillisecond));
+}
+
+void HostLeader::step(const Poll& poll, const char* what) {
+  waitForCallers();
   acceptAll();
   for (size_t i = 0; i < callers_.size();)
     if (receiveFrom(callers_[i]))
@@ -217,6 +249,13 @@ void HostLeader::acceptAll() {
   }
 }
 
+bool HostLeader::proves(Caller& caller, const Fields& fields) {
+  caller.proven = sameSecret(fieldOf(fields, "secret"), ranks_.secret);
+  if (!caller.proven && !strangers_++)
+    log("a process that does not know the group's secret was refused");
+  return caller.proven;
+}
+
 // False: forget this caller.
 bool HostLeader::receiveFrom(Caller& caller) {
   Packet packet;
@@ -232,10 +271,7 @@ bool HostLeader::receiveFrom(Caller& caller) {
       break;
   }
   const Fields fields = decode(packet.bytes);
-  if (!sameSecret(fieldOf(fields, "secret"), ranks_.secret)) {
-    if (!strangers_++) log("a process that does not know the group's secret was refused");
-    return false;
-  }
+  if (!proves(caller, fields)) return false;
   if (fieldOf(fields, "say") == "ready")
     caller.ready = true;
   else if (fieldOf(fields, "say") == "fail")
@@ -251,7 +287,7 @@ void HostLeader::admit(Caller& caller, const Fields& fields, std::vector<Fd> fds
   caller.pid = pid > 0 ? static_cast<int>(pid) : caller.peer.pid;
   const std::string host = fieldOf(fields, "host");
   if (check_) check_(static_cast<int>(rank), fields);
-  if (rank <= 0 || rank >= ranks_.size || fds.size() != 2)
+  if (rank <= 0 || rank >= ranks_.size || fds.size() != (ranks_.pipes ? 3 : 2))
     throw Error(Failure::kSetup, "rank " + nameOf(rank) + " (pid " + std::to_string(caller.pid) +
                                      ") is not a rank of a group of " +
                                      std::to_string(ranks_.size));
@@ -266,6 +302,7 @@ void HostLeader::admit(Caller& caller, const Fields& fields, std::vector<Fd> fds
   member.segment = Segment::attach(std::move(fds[0]), Layout(ranks_.shared, ranks_.size).bytes);
   member.process = {.pidfd = shareProcessFd(pidfdOf(caller.socket, caller.peer)),
                     .pipe = shareProcessFd(std::move(fds[1]))};
+  if (ranks_.pipes) member.doorbell = std::make_shared<Fd>(std::move(fds[2]));
   caller.rank = static_cast<int>(rank);
   joined_[static_cast<size_t>(rank)] = true;
 }
@@ -285,10 +322,12 @@ void HostLeader::sendTable(const Caller& caller) {
       const Member& member = table_.members[static_cast<size_t>(r)];
       fds.push_back(member.segment->fd());
       fds.push_back(member.process.pipe->get());
+      if (member.doorbell) fds.push_back(member.doorbell->get());
       if (member.process.pidfd) fds.push_back(member.process.pidfd->get());
       entries[entryOf("pid", r)] = std::to_string(member.pid);
       entries[entryOf("host", r)] = member.host;
-      entries[entryOf("fds", r)] = member.process.pidfd ? "3" : "2";
+      entries[entryOf("fds", r)] =
+          std::to_string(2 + (member.doorbell != nullptr) + (member.process.pidfd != nullptr));
     }
     tell(caller, entries, fds);
   }
@@ -359,8 +398,10 @@ class HostMember {
     hello["pid"] = std::to_string(getpid());
     hello["host"] = hostName();
     self.process = ownProcessFds();
-    // If the leader is gone, the answer says so.
-    sendPacket(socket_, encode(hello), {self.segment->fd(), self.process.pipe->get()});
+    self.doorbell = doorbellOf(ranks_);
+    std::vector<int> fds{self.segment->fd(), self.process.pipe->get()};
+    if (self.doorbell) fds.push_back(self.doorbell->get());
+    sendPacket(socket_, encode(hello), fds);  // if the leader is gone, the answer says so
   }
 
   void sendFailure(const Reason& reason) {
@@ -387,17 +428,21 @@ class HostMember {
       if (fieldOf(fields, "say") == "away") return false;
       if (fieldOf(fields, "say") != "fail") return true;
       told_ = true;
-      throw Error(static_cast<Failure>(number(fields, "kind")), fieldOf(fields, "text"));
+      const auto kind = static_cast<Failure>(number(fields, "kind"));
+      if (ranks_.optional && kind == Failure::kSetup)
+        throw MemoryRefused(kind, fieldOf(fields, "text"));
+      throw Error(kind, fieldOf(fields, "text"));
     }
   }
 
   // The entries of the ranks from `first` on.
   void take(Packet packet, int first) {
     const Fields fields = decode(packet.bytes);
+    const int least = ranks_.pipes ? 3 : 2;
     auto fd = packet.fds.begin();
     for (int r = first; r < std::min(first + kMembersPerPacket, ranks_.size); ++r) {
       const int64_t fds = number(fields, entryOf("fds", r).c_str());
-      if (fds < 2 || fds > 3 || packet.fds.end() - fd < fds)
+      if (fds < least || fds > least + 1 || packet.fds.end() - fd < fds)
         throw Error(Failure::kSetup, leaderName(ranks_) + " sent an entry that cannot be read");
       Member& member = table_.members[static_cast<size_t>(r)];
       member.pid = static_cast<int>(number(fields, entryOf("pid", r).c_str()));
@@ -406,7 +451,11 @@ class HostMember {
         member.segment = Segment::attach(std::move(*fd), Layout(ranks_.shared, ranks_.size).bytes);
       ++fd;
       member.process.pipe = shareProcessFd(std::move(*fd++));
-      member.process.pidfd = fds == 3 ? shareProcessFd(std::move(*fd++)) : nullptr;
+      if (ranks_.pipes) {
+        if (r != ranks_.rank) member.doorbell = std::make_shared<Fd>(std::move(*fd));
+        ++fd;
+      }
+      member.process.pidfd = fds > least ? shareProcessFd(std::move(*fd++)) : nullptr;
     }
   }
 
@@ -440,11 +489,16 @@ HostMemory shareMemory(const LocalRanks& ranks, const std::function<void(int lat
   const GroupOptions& options = ranks.options;
   if (ranks.rank == 0) {
     HostLeader leader(ranks);
+    const auto wait = [&](const std::vector<int>& missing, const char*) { poll(missing.front()); };
     try {
-      return leader.run(
-          [&](const std::vector<int>& missing, const char*) { poll(missing.front()); }, [] {});
+      return leader.run(wait, [] {});
     } catch (...) {
-      leader.fail(reasonOf(std::current_exception(), leaderName(ranks)));
+      const Reason reason = reasonOf(std::current_exception(), leaderName(ranks));
+      if (ranks.optional && reason.kind == Failure::kSetup) {
+        leader.failAll(reason, wait);
+        throw MemoryRefused(reason.kind, reason.text);
+      }
+      leader.fail(reason);
       throw;
     }
   }

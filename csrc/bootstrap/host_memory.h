@@ -32,6 +32,7 @@ struct Member {
   std::string host;
   std::shared_ptr<Segment> segment;
   ProcessFds process;
+  std::shared_ptr<Fd> doorbell = {};  // an eventfd (transport/neighbours.h), if there are pipes
 };
 
 struct HostMemory {
@@ -40,7 +41,7 @@ struct HostMemory {
 };
 
 // A rank's shared memory: its page, the exchange's slots, the inbound link's slots, and a box and a
-// ring for each rank's messages.  Pages that nothing was written to cost nothing.
+// ring for each rank's messages, or for its pipe.  Pages that nothing was written to cost nothing.
 struct Layout {
   Layout(const SharedOptions& options, int world_size);
   size_t exchange, link, boxes, rings, bytes;  // offsets, and the whole
@@ -79,8 +80,15 @@ struct LocalRanks {
   int rank = 0, size = 1;      // among the host's ranks
   std::string socket, secret;  // the leader's
   SharedOptions shared;
-  GroupOptions options;  // how messages name the ranks
-  Fields entry = {};     // sent when this rank connects
+  GroupOptions options;   // how messages name the ranks
+  Fields entry = {};      // sent when this rank connects
+  bool pipes = false;     // they get each other's doorbells
+  bool optional = false;  // if one cannot share memory, MemoryRefused tells all of them
+};
+
+// Ranks that can do without share no memory.  Thrown on all of them or on none.
+struct MemoryRefused final : Error {
+  using Error::Error;
 };
 
 // The lowest rank.
@@ -97,18 +105,23 @@ class HostLeader {
   // Tells the ranks that have connected that the rendezvous goes on without this exchange.
   void sendAway();
   void fail(const Reason& reason);
+  // The same, for ranks that are yet to come as well.
+  void failAll(const Reason& reason, const Poll& poll);
 
  private:
   struct Caller {
     Fd socket;
     Peer peer;
-    int pid = 0;    // in its own PID namespace
-    int rank = -1;  // not known yet
-    bool ready = false;
+    int pid = 0;                                       // in its own PID namespace
+    int rank = -1;                                     // not known yet
+    bool proven = false, ready = false, told = false;  // told: of a failure
   };
 
   void step(const Poll& poll, const char* what);
+  void waitForCallers();
   void acceptAll();
+  bool proves(Caller& caller, const Fields& fields);
+  void tellFailure(Caller& caller, const Reason& reason);
   bool receiveFrom(Caller& caller);
   void admit(Caller& caller, const Fields& fields, std::vector<Fd> fds);
   void tell(const Caller& caller, const Fields& fields, const std::vector<int>& fds = {});

@@ -109,10 +109,6 @@ void Hierarchy::setPatience(Patience patience) {
   inside_->memory().setPatience(patience);
 }
 
-size_t Hierarchy::stagingBytes() const {
-  return inside_->memory().bytes();
-}
-
 bool Hierarchy::takes(const OverStreams& c, CallSize call) const {
   call.wanted =
       c.options.algorithm;  // an all-reduce's: if it is another one, there is no hierarchy

@@ -61,7 +61,6 @@ class Hierarchy {
   // Performs the call, and begins and finishes it over the streams; or returns false: it goes over
   // the streams only.  The same on all ranks.
   bool run(OverStreams& c, const CollectiveCall& call);
-  size_t stagingBytes() const;
 
  private:
   class Inside;

@@ -25,6 +25,26 @@ Patience patienceOf(bool in_users_thread, size_t ranks_here) {
   return {.spin = crowded ? 0 : 10 * kMicrosecond, .yield = 200 * kMicrosecond};
 }
 
+// What the ranks of this host share for the hierarchy and for their pipes; empty where they use
+// sockets, the same for all of them.
+HostMemory memoryForWires(const Hosts& hosts, const SharedOptions& shared, SharedOptions here,
+                          const GroupOptions& options, const HostLinks::LocalPoll& poll) {
+  if (shared.sockets || hosts.count() == 1 || hosts.localRanks().size() == 1) return {};
+  const bool has_hierarchy = Hierarchy::fits(hosts, shared);
+  if (!has_hierarchy) here.slots = 0;
+  LocalRanks ranks = hosts.memoryExchange("wires", here, options);
+  ranks.pipes = true;
+  ranks.optional = !has_hierarchy;
+  try {
+    return shareMemory(ranks, poll);
+  } catch (const MemoryRefused& error) {
+    if (hosts.localRankOf(hosts.rank()) == 0)
+      log("group '" + options.name + "': " + options.rankList(hosts.localRanks()) +
+          " use sockets: " + error.what());
+    return {};
+  }
+}
+
 }  // namespace
 
 std::shared_ptr<Epoch> Epoch::create(Store& users_store, int group_rank, int group_size,
@@ -49,16 +69,15 @@ std::shared_ptr<Epoch> Epoch::create(Store& users_store, int group_rank, int gro
   const Hosts& hosts = *met.hosts;
   HostMemory local_memory;
   const auto makeLocal = [&](const HostLinks::LocalPoll& poll) {
-    const auto share = [&](const char* purpose) {
-      return shareMemory(hosts.memoryExchange(purpose, HostLinks::localOptions(hosts), options),
-                         poll);
-    };
-    if (hosts.count() > 1 && !links->sharedOptions().goesOn()) {
+    const SharedOptions& shared = links->sharedOptions();
+    const SharedOptions here = HostLinks::localOptions(hosts);
+    if (hosts.count() > 1 && !shared.goesOn()) {
       GroupOptions local_options = made.ofRanks(hosts.localRanks());
       local_options.together = true;
-      make_local(hosts.localRankOf(rank), share("group"), local_options);
+      make_local(hosts.localRankOf(rank),
+                 shareMemory(hosts.memoryExchange("group", here, options), poll), local_options);
     }
-    if (Hierarchy::fits(hosts, links->sharedOptions())) local_memory = share("hierarchy");
+    local_memory = memoryForWires(hosts, shared, here, options, poll);
   };
   try {
     links->join(hosts, store, makeLocal);

@@ -9,6 +9,7 @@
 #include "base/error.h"
 #include "base/limits.h"
 #include "base/text.h"
+#include "transport/shm/byte_pipe.h"
 #include "transport/tcp/handshake.h"
 #include "transport/tcp/stream.h"
 #include "transport/tcp/tcp_transport.h"
@@ -62,8 +63,29 @@ std::unique_ptr<PeerView> Network::view(const Hosts& hosts, const GroupOptions& 
   return view;
 }
 
+// The pipes to the other ranks of this host; null if there are none.
+std::unique_ptr<Neighbours> Network::neighbours(const Hosts& hosts,
+                                                const HostMemory& local_memory) const {
+  if (local_memory.members.empty()) return nullptr;
+  const Layout at(local_memory.options, static_cast<int>(local_memory.members.size()));
+  std::vector<PipeMemory> members;
+  std::vector<int> positions;
+  for (int place = 0; const int rank : hosts.localRanks()) {
+    std::byte* const memory = memoryOf(local_memory, place);
+    members.push_back(
+        {.page = &pageOf(local_memory, place),
+         .boxes = reinterpret_cast<Box*>(memory + at.boxes),
+         .rings = memory + at.rings,
+         .doorbell = local_memory.members[static_cast<size_t>(place)].doorbell->get()});
+    positions.push_back(positionOf(rank));
+    ++place;
+  }
+  return std::make_unique<BasicNeighbours<>>(members, static_cast<size_t>(hosts.localRankOf(rank_)),
+                                             positions);
+}
+
 // The one place that chooses between transports.
-std::unique_ptr<Fabric> Network::makeFabric() const {
+std::unique_ptr<Fabric> Network::makeFabric(std::unique_ptr<Neighbours> neighbours) const {
   TcpOptions tcp{.shown = links_->ring().ranks,
                  .lost_after = links_->lostAfter(),
                  .leaves_bbr = links_->congestion().empty()};
@@ -77,14 +99,15 @@ std::unique_ptr<Fabric> Network::makeFabric() const {
         const int rank = positions_.empty() ? to : ring().ranks[static_cast<size_t>(to)];
         return links_->dial(rank, net::Purpose::kData, number, poll);
       },
-      tcp);
+      tcp, std::move(neighbours));
 }
 
-std::unique_ptr<Transport> Network::start(Arbiter& arbiter, const Hosts& hosts) {
+std::unique_ptr<Transport> Network::start(Arbiter& arbiter, const Hosts& hosts,
+                                          const HostMemory& local_memory) {
   if (!positions_.empty())
     position_guard_ = std::make_unique<RingPositionGuard>(arbiter, ring().ranks);
   guard_ = position_guard_ ? position_guard_.get() : &arbiter;
-  fabric_ = makeFabric();
+  fabric_ = makeFabric(neighbours(hosts, local_memory));
   links_->releaseDescriptors();
   std::unique_ptr<Transport> transport = fabric_->make(positionOf(rank_), size_, *guard_);
   try {

@@ -1,7 +1,8 @@
 // The sockets of a group whose ranks do not share memory.  They replace shared pages:
 //
 //     control ring   liveness, departures, failures, progress (control/control.h)
-//     transport      data of collectives (transport/transport.h), moved by the thread that waits
+//     transport      data of collectives (transport/transport.h), moved by the thread that waits;
+//                    between ranks of one host through memory, if they share it
 //     forwarder      messages (p2p/message_forwarder.h), moved by the reactor's thread
 //
 // The bootstrap made the control connections (bootstrap/host_links.h); all others are made when
@@ -17,12 +18,14 @@
 #include <vector>
 
 #include "bootstrap/host_links.h"
+#include "bootstrap/host_memory.h"
 #include "control/control.h"
 #include "health/arbiter.h"
 #include "health/mirror_view.h"
 #include "p2p/engine.h"
 #include "p2p/message_forwarder.h"
 #include "transport/fabric.h"
+#include "transport/neighbours.h"
 #include "transport/transport.h"
 #include "transport/wait_guard.h"
 
@@ -37,9 +40,11 @@ class Network final : public PeerChannel, private net::MessageForwarder::Listene
   // The view of the ranks, to which it then reports news.
   std::unique_ptr<PeerView> view(const Hosts& hosts, const GroupOptions& options);
   // Starts to report news to the view, which is that of `arbiter`.  The ranks of the transport are
-  // in the order of `ring`. The transport must not outlive this object.  Call `leave` or `close`
-  // before the transport or the arbiter is destroyed.
-  std::unique_ptr<Transport> start(Arbiter& arbiter, const Hosts& hosts);
+  // in the order of `ring`.  Those of `local_memory`, if there are any, are this host's, and reach
+  // each other there.  The transport must not outlive this object or the memory.  Call `leave` or
+  // `close` before the transport or the arbiter is destroyed.
+  std::unique_ptr<Transport> start(Arbiter& arbiter, const Hosts& hosts,
+                                   const HostMemory& local_memory);
   // The channels for messages to and from each rank.
   std::vector<Engine::Channels> channels();
   const SharedOptions& sharedOptions() const { return links_->sharedOptions(); }
@@ -78,7 +83,8 @@ class Network final : public PeerChannel, private net::MessageForwarder::Listene
   }
 
   void route(net::Socket socket, const net::PeerHello& caller);
-  std::unique_ptr<Fabric> makeFabric() const;
+  std::unique_ptr<Neighbours> neighbours(const Hosts& hosts, const HostMemory& local_memory) const;
+  std::unique_ptr<Fabric> makeFabric(std::unique_ptr<Neighbours> neighbours) const;
 
   const std::unique_ptr<HostLinks> links_;
   const GroupOptions& options_;

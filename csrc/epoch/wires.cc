@@ -54,8 +54,8 @@ class SharedWires final : public Wires {
 class StreamWires final : public Wires {
  public:
   // `guard`: the transport's.  `hierarchy` may be null.  `ranks`: the ranks in the transport's
-  // order; empty if that is the usual one.  `memory`: bytes of the mirrored pages, for
-  // stagingBytes().
+  // order; empty if that is the usual one.  `memory`: bytes of the mirrored pages and of what the
+  // host's ranks share, for stagingBytes().
   StreamWires(std::unique_ptr<Transport> transport, WaitGuard& guard, StreamOptions options,
               std::unique_ptr<Hierarchy> hierarchy, std::vector<int> ranks, size_t memory)
       : transport_(std::move(transport)),
@@ -83,8 +83,7 @@ class StreamWires final : public Wires {
   Way way() override { return over_ ? over_->way : Way{}; }
   size_t stagingBytes() const override {
     const std::lock_guard lock(closing_);
-    return (transport_ ? transport_->stagingBytes() : 0) + memory_ +
-           (hierarchy_ ? hierarchy_->stagingBytes() : 0);
+    return (transport_ ? transport_->stagingBytes() : 0) + memory_;
   }
   std::vector<std::string> routes() const override {
     const std::lock_guard lock(closing_);
@@ -124,15 +123,17 @@ std::unique_ptr<Wires> wiresBetween(Network& network, const Hosts& hosts,
                                     const SharedOptions& shared, const HostMemory& local_memory,
                                     Arbiter& arbiter) {
   auto hierarchy = Hierarchy::create(hosts, shared, network.ring(), local_memory, arbiter);
-  std::unique_ptr<Transport> transport = network.start(arbiter, hosts);
+  std::unique_ptr<Transport> transport = network.start(arbiter, hosts, local_memory);
+  size_t memory = static_cast<size_t>(hosts.size()) * sizeof(RankPage);
+  if (const auto here = static_cast<int>(local_memory.members.size()); here > 0)
+    memory += Layout(local_memory.options, here).bytes;
   try {
     StreamOptions options{.algorithm = shared.algorithm,
                           .cost = network.cost(),
                           .order = shared.order,
                           .callers_ranks = positionsOf(network.ring().ranks)};
     return std::make_unique<StreamWires>(std::move(transport), network.guard(), std::move(options),
-                                         std::move(hierarchy), network.ring().ranks,
-                                         static_cast<size_t>(hosts.size()) * sizeof(RankPage));
+                                         std::move(hierarchy), network.ring().ranks, memory);
   } catch (...) {
     network.close();
     throw;

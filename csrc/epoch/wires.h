@@ -36,8 +36,8 @@ class Wires {
 
 // For ranks that share memory.  Both must outlive it.
 std::unique_ptr<Wires> wiresInMemory(int rank, const HostMemory& host_memory, Arbiter& arbiter);
-// For ranks on several hosts; `local_memory`: the ranks of this host, if there is a hierarchy.  The
-// network and the arbiter must outlive it.  The network reports to the arbiter from now on.
+// For ranks on several hosts; `local_memory`: of the ranks of this host, if they share it.  All of
+// these must outlive it.  The network reports to the arbiter from now on.
 std::unique_ptr<Wires> wiresBetween(Network& network, const Hosts& hosts,
                                     const SharedOptions& shared, const HostMemory& local_memory,
                                     Arbiter& arbiter);

@@ -136,3 +136,66 @@ def test_short_paths_keep_bbr_where_packets_are_lost(
             congestion_controls, World(2, "ringreduce", places=hosts.places()), fresh=True
         )
         assert call.results() == [wanted] * 2
+
+
+def moves(me: Rank) -> list[int]:
+    """The bits of calls of all kinds, each of some MB: one by one, asynchronous, coalesced."""
+    P = me.world_size
+    generator = torch.Generator().manual_seed(me.rank)
+    mine = torch.rand(ELEMENTS, generator=generator) - 0.25
+    found = []
+
+    def keep(*tensors: torch.Tensor) -> None:
+        found.extend(hash(t.view(torch.uint8).numpy().tobytes()) for t in tensors)
+
+    for calls in range(2):
+        asynchronous = calls > 0
+        works = []
+        summed, sent_to_all, reduced = mine.clone(), mine.clone(), mine.clone()
+        gathered = torch.empty(P * ELEMENTS)
+        part, turned = torch.empty(ELEMENTS // P), torch.empty(ELEMENTS)
+        listed = [torch.empty(ELEMENTS) for _ in range(P)] if me.rank == 1 else None
+        works.append(dist.all_reduce(summed, async_op=asynchronous))
+        works.append(dist.broadcast(sent_to_all, 1, async_op=asynchronous))
+        works.append(dist.reduce(reduced, P - 1, async_op=asynchronous))
+        works.append(dist.all_gather_into_tensor(gathered, mine, async_op=asynchronous))
+        works.append(dist.reduce_scatter_tensor(part, mine, async_op=asynchronous))
+        works.append(dist.all_to_all_single(turned, mine, async_op=asynchronous))
+        works.append(dist.gather(mine, listed, 1, async_op=asynchronous))
+        for work in works:
+            if asynchronous:
+                work.wait()
+        keep(summed, sent_to_all, gathered, part, turned, *(listed or []))
+        if me.rank == P - 1:
+            keep(reduced)
+    several = [mine + i for i in range(3)]
+    with dist._coalescing_manager():
+        for t in several:
+            dist.all_reduce(t)
+    keep(*several)
+    dist.barrier()
+    return found
+
+
+def test_data_between_ranks_of_a_host_goes_through_memory_and_gives_the_same_bits(
+    pool: Pool,
+) -> None:
+    """On several hosts, by whatever call; also where a group survives losses."""
+    if why := why_not(veth=True):
+        pytest.skip(why)
+    bits = []
+    with Hosts(2, veth=True, rate_mbit=2000) as hosts:
+        for settings, goes_through_memory in (
+            ({"ALGORITHM": "ring", "WIRE": "tcp"}, False),
+            ({"ALGORITHM": "ring"}, True),
+            ({"ON_LOSS": "continue"}, True),
+        ):
+            env = tuple((f"RINGREDUCE_{name}", value) for name, value in settings.items())
+            before = [sent(host)["lo"] for host in hosts.all]
+            world = World(4, "ringreduce", env, places=hosts.places(per_host=2))
+            bits.append(pool.start(moves, world, fresh=True).results())
+            for host, first in zip(hosts.all, before, strict=True):
+                carried = sent(host)["lo"] - first
+                # What remains is the store's, the group's making, and its heartbeats.
+                assert (carried < ELEMENTS / 4) == goes_through_memory, (settings, carried)
+    assert bits[0] == bits[1] == bits[2]

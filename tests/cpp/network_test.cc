@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "check.h"
+#include "epoch/wires.h"
 #include "messages.h"
 #include "p2p/engine.h"
 #include "processes.h"
@@ -267,6 +268,68 @@ TEST(what_ends_a_group_ends_the_one_inside_its_host) {
       float x = 1;
       CHECK(failureOf([&] { local->run({AllReduce{&x, 1, DType::kFloat32, ReduceOp::kSum}}); }) !=
             Failure::kNone);
+    });
+    for (const std::string& end : ends) CHECK_EQ(end, "");
+  }
+}
+
+namespace {
+
+// To how many ranks it goes through memory.
+std::ptrdiff_t pipesOf(Group& group) {
+  const std::vector<std::string> routes = group.epoch()->wires->routes();
+  return std::ranges::count_if(
+      routes, [](const std::string& route) { return route.ends_with(": shared memory"); });
+}
+
+// Every rank sends to every other one.
+void gather(Group& group, size_t count) {
+  const auto P = static_cast<size_t>(group.size());
+  std::vector<float> mine(count, static_cast<float>(group.rank())), all(P * count);
+  AllGather call{.input = mine.data(), .dtype = DType::kFloat32};
+  for (size_t r = 0; r < P; ++r) {
+    call.outputs.push_back(&all[r * count]);
+    call.counts.push_back(count);
+  }
+  group.run({call});
+  for (size_t i = 0; i < all.size(); ++i) CHECK_EQ(all[i], static_cast<float>(i / count));
+}
+
+}  // namespace
+
+TEST(a_rank_of_this_host_that_dies_is_named_by_those_that_share_its_memory) {
+  const processes::Ends ends = onHosts("aaab", [](int r, Store& store) {
+    const auto group = Group::create(store, r, 4, {.name = "test", .timeout = 60 * kSecond});
+    gather(*group, 100);
+    gather(*group, 1'000'000);
+    CHECK_EQ(pipesOf(*group) > 0, r < 3);
+    if (r == 1) raise(SIGKILL);
+    const auto goOn = [&] {
+      for (;;) gather(*group, 1'000'000);
+    };
+    CHECK(failureOf(goOn, "rank 1 (") == Failure::kPeerLost);
+    CHECK(failureOf(goOn, "its process ended") == Failure::kPeerLost);
+  });
+  for (size_t r = 0; r < ends.size(); ++r) CHECK_EQ(ends[r] == "", r != 1);
+}
+
+// The memory of one rank is refused: it is larger than a file of that process may be.
+TEST(ranks_of_a_host_that_cannot_share_memory_use_sockets) {
+  for (const int refused : {-1, 2, 3}) {
+    const processes::Ends ends = onHosts("aabb", [&](int r, Store& store) {
+      if (r == refused) {
+        signal(SIGXFSZ, SIG_IGN);
+        const rlimit small{.rlim_cur = 4096, .rlim_max = 4096};
+        CHECK(setrlimit(RLIMIT_FSIZE, &small) == 0);
+      }
+      SharedOptions shared;
+      shared.on_loss = OnLoss::kContinue;
+      const auto group =
+          Group::create(std::shared_ptr<Store>(std::shared_ptr<Store>(), &store), r, 4,
+                        {.name = "test", .timeout = 30 * kSecond, .shared = shared});
+      gather(*group, 1000);
+      gather(*group, 100'000);
+      CHECK_EQ(pipesOf(*group) > 0, refused < 0 || r < 2);
     });
     for (const std::string& end : ends) CHECK_EQ(end, "");
   }
