@@ -188,10 +188,10 @@ def test_ddp(tmp_path):
     document = json.loads((tmp_path / "ddp.json").read_text())
     assert [model["name"] for model in document["models"]] == ["resnet50", "gpt2"]
     for model in document["models"]:
-        assert list(model["ways"]) == ["bare", "stock", "ours", "hook"]
+        assert list(model["ways"]) == ["bare", "stock", "ours", "hook", "private", "alone"]
         for key, way in model["ways"].items():
             assert len(way["step"]) == 2 and (way["wrong"], way["same_bits"]) == (0, True)
-            assert (way["staging_bytes"] > 0) == (key in ("ours", "hook"))
+            assert (way["staging_bytes"] > 0) == (key in ("ours", "hook", "private"))
     assert list(document["skipped"]) == ["parallel"]
 
 
