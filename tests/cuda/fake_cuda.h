@@ -6,9 +6,9 @@
 // descriptor or an IPC handle of it works between processes.  It refuses what CUDA refuses (a
 // handle opened by its own process, memory registered twice, memory that no access was given to)
 // and stops the program at what CUDA leaves undefined (memory freed while another process has it
-// open).  The host cannot touch GPU memory, except while a kernel or a copy runs.  It knows nothing
-// of kernels, streams are done at once, and what it shows about real drivers is nothing:
-// tests/cuda/peer_memory_test.cc asks those.
+// open, or touched by IPC after its process has ended).  The host cannot touch GPU memory, except
+// while a kernel or a copy runs.  It knows nothing of kernels, streams are done at once, and what
+// it shows about real drivers is nothing: tests/cuda/peer_memory_test.cc asks those.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -165,8 +165,10 @@ CUresult memUnmap(CUdeviceptr place, size_t bytes) {
   if (const auto e = besideCaptures()) return asDriver(e);
   if (const auto e = fateOfReturn()) return asDriver(e);
   World& w = world();
-  const std::lock_guard lock(w.mutex);
   auto* at = reinterpret_cast<char*>(place);
+  finishWorkOn(at, bytes);
+  const std::lock_guard lock(w.mutex);
+  w.noteUnmapper();
   size_t gone = 0;
   for (auto it = w.ranges.begin(); it != w.ranges.end();) {
     if (it->first < at || it->first >= at + bytes) {

@@ -35,15 +35,6 @@ bool replaceOpener(Tail& tail, pid_t from, pid_t to) {
   undefined("more processes than the fake has room for");
 }
 
-void finishWorkOn(void* data) {
-  std::unique_lock lock(world().mutex);
-  const Range* range = world().find(data);
-  if (!range) return;
-  const int gpu = range->gpu;
-  lock.unlock();
-  finish(gpu);
-}
-
 }  // namespace
 
 cudaError_t fake::said(cudaError_t error, const std::string& words) {
@@ -84,6 +75,15 @@ cudaError_t cudaGetLastError() {
 cudaError_t cudaPeekAtLastError() {
   const auto ruined = ruinOf(currentOrdinal());
   return ruined ? ruined : last_error;
+}
+
+// The names of the threads that have unmapped or closed memory so far: "python ringreduce-gpu".
+const char* fakeUnmappers() {
+  static thread_local std::string text;
+  const std::lock_guard lock(world().mutex);
+  text.clear();
+  for (const std::string& name : world().unmappers) text += (text.empty() ? "" : " ") + name;
+  return text.c_str();
 }
 
 // ---- devices
@@ -177,7 +177,7 @@ cudaError_t cudaFree(void* data) {
   if (const auto e = besideCaptures()) return said(e);
   if (const auto e = fateOfReturn()) return said(e);
   if (!data) return cudaSuccess;
-  finishWorkOn(data);
+  finishWorkOn(data, 1);
   const std::lock_guard lock(world().mutex);
   const auto found = world().ranges.find(static_cast<char*>(data));
   if (found == world().ranges.end() || found->second.kind != Range::Kind::kPlain)
@@ -240,21 +240,25 @@ cudaError_t cudaIpcOpenMemHandle(void** data, cudaIpcMemHandle_t handle, unsigne
   withTail(fd, [](Tail& tail) { return replaceOpener(tail, 0, getpid()); });
   const size_t bytes = bytesIn(fd);
   char* at = show(fd, bytes, gpuOf(currentOrdinal()));
-  const std::lock_guard lock(world().mutex);
-  const Range& range =
-      world().ranges[at] = {Range::Kind::kOpened, bytes, gpu, fd, {currentOrdinal()}};
-  world().reveal(at, range);
+  {
+    const std::lock_guard lock(world().mutex);
+    Range& range = world().ranges[at] = {Range::Kind::kOpened, bytes, gpu, fd, {currentOrdinal()}};
+    range.exporter = ticket.pid;
+    world().reveal(at, range);
+  }
+  world().endWith(ticket.pid);
   *data = at;
   return cudaSuccess;
 }
 cudaError_t cudaIpcCloseMemHandle(void* data) {
   if (const auto e = besideCaptures()) return said(e);
   if (const auto e = fateOfReturn()) return said(e);
-  finishWorkOn(data);
+  finishWorkOn(data, 1);
   const std::lock_guard lock(world().mutex);
   const auto found = world().ranges.find(static_cast<char*>(data));
   if (found == world().ranges.end() || found->second.kind != Range::Kind::kOpened)
     undefined("closed an IPC handle that is not open");
+  world().noteUnmapper();
   if (--found->second.times > 0) return cudaSuccess;
   withTail(found->second.fd, [](Tail& tail) { return replaceOpener(tail, getpid(), 0); });
   munmap(data, found->second.bytes);

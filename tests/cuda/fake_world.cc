@@ -1,8 +1,11 @@
 // GPUs out of memfds.
 #include "fake_world.h"
 
+#include <poll.h>
+#include <pthread.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <climits>
@@ -11,6 +14,8 @@
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
+#include <string_view>
+#include <thread>
 
 namespace fake {
 namespace {
@@ -199,9 +204,11 @@ struct sigaction signal_before;
 
 // Says what happened, if it was GPU memory, and leaves the rest to whoever is there for it.
 void onFault(int, siginfo_t* fault, void*) {
-  if (world().find(fault->si_addr)) {
-    constexpr char kText[] = "fake CUDA: the host touched GPU memory\n";
-    (void)!write(STDERR_FILENO, kText, sizeof kText - 1);
+  if (const Range* range = world().find(fault->si_addr)) {
+    const std::string_view text =
+        range->is_gone ? "fake CUDA: touched a mapping by IPC whose exporter has ended\n"
+                       : "fake CUDA: the host touched GPU memory\n";
+    (void)!write(STDERR_FILENO, text.data(), text.size());
   }
   sigaction(SIGSEGV, &signal_before, nullptr);  // it faults again on return
 }
@@ -226,6 +233,47 @@ void protect(char* base, const Range& range, int protection) {
 void World::reveal(char* base, const Range& range) const {
   watchFaults();
   if (!hidden || !machine().hides_memory) protect(base, range, PROT_READ | PROT_WRITE);
+}
+
+void World::endWith(pid_t exporter) {
+  static std::set<pid_t> watched;
+  const std::lock_guard lock(mutex);
+  if (!watched.insert(exporter).second) return;
+  const int fd = static_cast<int>(syscall(SYS_pidfd_open, exporter, 0));
+  std::thread([this, fd, exporter] {
+    pollfd end{.fd = fd, .events = POLLIN, .revents = 0};
+    while (fd >= 0 && poll(&end, 1, -1) < 0) {
+    }
+    if (fd >= 0) close(fd);
+    const std::lock_guard locked(mutex);
+    for (auto& [base, range] : ranges) {
+      if (range.exporter != exporter) continue;
+      range.is_gone = true;
+      mmap(base, range.bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+    }
+    watched.erase(exporter);
+  }).detach();
+}
+
+void World::noteUnmapper() {
+  char name[16] = "";
+  pthread_getname_np(pthread_self(), name, sizeof name);
+  unmappers.insert(name);
+}
+
+void finishWorkOn(const void* data, size_t bytes) {
+  std::set<int> gpus;
+  {
+    World& w = world();
+    const std::lock_guard lock(w.mutex);
+    auto* at = static_cast<char*>(const_cast<void*>(data));
+    for (const auto& [base, range] : w.ranges) {
+      if (base + range.bytes <= at || base >= at + bytes) continue;
+      gpus.insert(range.gpu);
+      for (const int ordinal : range.access) gpus.insert(gpuOf(ordinal));
+    }
+  }
+  for (const int gpu : gpus) finish(gpu);
 }
 
 Working::Working() {

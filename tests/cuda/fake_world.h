@@ -87,7 +87,9 @@ struct Range {
   int fd;
   std::set<int> access = {};  // ordinals
   int times = 1;              // opened
-  bool isMapped() const { return kind != Kind::kVirtual || !access.empty(); }
+  pid_t exporter = 0;         // of what is opened
+  bool is_gone = false;       // with the exporter
+  bool isMapped() const { return !is_gone && (kind != Kind::kVirtual || !access.empty()); }
 };
 
 // Whether a GPU takes a grid of such a shape.
@@ -102,6 +104,7 @@ struct World {
   std::map<CUmemGenericAllocationHandle, Physical> handles;
   std::set<std::pair<int, int>> peers;  // ordinals: the first may touch the second's plain memory
   CUmemGenericAllocationHandle next_handle = 1;
+  std::set<std::string> unmappers;  // names of the threads that have unmapped or closed memory
   int streams = 0;
   int working = 0;     // kernels and copies that run
   bool hidden = true;  // nobody can touch GPU memory
@@ -113,6 +116,11 @@ struct World {
   bool mayTouch(int ordinal, const void* pointer, size_t bytes);
   // Lets a new range be touched, if one may now.
   void reveal(char* base, const Range& range) const;
+  // Mappings of legacy IPC end with the process that they came from: who touches one afterwards is
+  // stopped.  Starts to watch that process.
+  void endWith(pid_t exporter);
+  // With the lock held: the calling thread unmaps.
+  void noteUnmapper();
 };
 World& world();
 
@@ -139,6 +147,8 @@ cudaError_t besideCaptures();
 // Waits for what this process has put into the streams of a GPU, as CUDA does before it gives
 // memory back.
 void finish(int gpu);
+// The same for the GPUs of all that is mapped in a range, and for those that may touch it.
+void finishWorkOn(const void* data, size_t bytes);
 CUresult streamWaitValue32(CUstream stream, CUdeviceptr word, cuuint32_t value, unsigned flags);
 CUresult streamWriteValue32(CUstream stream, CUdeviceptr word, cuuint32_t value, unsigned flags);
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import struct
+import subprocess
 import sys
 import threading
 import time
@@ -302,6 +304,103 @@ def the_host_cannot_touch_gpu_memory() -> None:
     ctypes.string_at(memory, 4)
 
 
+class Exporter:
+    """A process that has memory, which starts with b"here", and what this one has opened of it."""
+
+    def __init__(self) -> None:
+        run = [sys.executable, __file__, export.__name__]
+        self.process = subprocess.Popen(run, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert self.process.stdout is not None
+        handle = IpcHandle.from_buffer_copy(self.process.stdout.read(ctypes.sizeof(IpcHandle)))
+        self.memory = make("cudaIpcOpenMemHandle", handle, 1)
+
+    def read(self) -> bytes:
+        host = ctypes.create_string_buffer(4)
+        check(runtime.cudaMemcpy(host, self.memory, ctypes.c_size_t(4), 4))
+        return host.raw
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        time.sleep(0.2)
+
+
+class IpcHandle(ctypes.Structure):
+    _fields_ = [("reserved", ctypes.c_char * 64)]
+
+
+def export() -> None:
+    memory, handle = make("cudaMalloc", 100), IpcHandle()
+    check(runtime.cudaMemcpy(memory, b"here", ctypes.c_size_t(4), 4))
+    check(runtime.cudaIpcGetMemHandle(ctypes.byref(handle), memory))
+    sys.stdout.buffer.write(bytes(handle))
+    sys.stdout.buffer.flush()
+    sys.stdin.read()
+
+
+@rule
+def a_mapping_by_ipc_ends_with_its_exporter() -> None:
+    """Expected to end by a signal, but only at the end."""
+    exporter, other = Exporter(), Exporter()
+    assert exporter.read() == other.read() == b"here"
+    other.end()
+    assert exporter.read() == b"here"
+    check(runtime.cudaIpcCloseMemHandle(other.memory))
+    exporter.end()
+    print("so far", flush=True)
+    exporter.read()
+
+
+def mapped() -> Pointer:
+    """A granule of virtual memory."""
+    bytes_in_granule = ctypes.c_size_t(2 << 20)
+    here = struct.pack("iiii16x", 1, 1, 1, 0)  # CUmemAllocationProp, GPU 0
+    access = struct.pack("iii", 1, 0, 3)  # CUmemAccessDesc
+    handle, place = ctypes.c_ulonglong(), Pointer()
+    zero = ctypes.c_ulonglong(0)
+    check(driver("cuMemCreate")(ctypes.byref(handle), bytes_in_granule, here, zero))
+    reserve = driver("cuMemAddressReserve")
+    check(reserve(ctypes.byref(place), bytes_in_granule, ctypes.c_size_t(0), zero, zero))
+    check(driver("cuMemMap")(place, bytes_in_granule, ctypes.c_size_t(0), handle, zero))
+    check(driver("cuMemRelease")(handle))
+    check(driver("cuMemSetAccess")(place, bytes_in_granule, access, ctypes.c_size_t(1)))
+    return place
+
+
+def driver(name: str) -> Callable[..., int]:
+    found, answer = Pointer(), ctypes.c_int()
+    zero = ctypes.c_ulonglong(0)
+    find = runtime.cudaGetDriverEntryPointByVersion
+    check(find(name.encode(), ctypes.byref(found), 12000, zero, ctypes.byref(answer)))
+    assert found.value
+    return ctypes.CFUNCTYPE(ctypes.c_int)(found.value)
+
+
+@rule
+def what_gives_memory_back_waits_for_the_gpu() -> None:
+    size = ctypes.c_size_t(2 << 20)
+    exporter, plain, granule = Exporter(), make("cudaMalloc", 100), mapped()
+    runtime.fakeUnmappers.restype = ctypes.c_char_p
+    assert runtime.fakeUnmappers() == b""
+    calls: list[Callable[[], int]] = [
+        lambda: runtime.cudaFree(plain),
+        lambda: runtime.cudaIpcCloseMemHandle(exporter.memory),
+        lambda: driver("cuMemUnmap")(granule, size),
+    ]
+    for call in calls:
+        gate = Gate(make("cudaStreamCreateWithFlags", 1))
+        answers: list[int] = []
+        thread = threading.Thread(target=lambda: answers.append(call()))  # noqa: B023
+        thread.start()
+        thread.join(0.1)
+        assert not answers
+        gate.open()
+        thread.join(20)
+        assert answers == [SUCCESS]
+    exporter.end()
+    assert runtime.fakeUnmappers()  # their names
+
+
 # ---- launches and streams
 
 
@@ -366,4 +465,4 @@ def the_default_stream_and_blocking_ones_follow_each_other() -> None:
 
 
 if __name__ == "__main__":
-    RULES[sys.argv[1]]()
+    {**RULES, export.__name__: export}[sys.argv[1]]()
