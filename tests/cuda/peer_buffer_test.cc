@@ -1,58 +1,15 @@
 // Users' buffers that ranks reach where they are: plain memory, mappings like those of torch's
 // expandable segments, and what cannot be registered.  On GPUs, or on the fake.
 #define CHECK_OWN_MAIN
-#include <cuda.h>
-
 #include <csignal>
 #include <cstring>
 
-#include "cuda/cuda_errors.h"
-#include "cuda/gpu_device.h"
 #include "cuda/memory/peer_memory.h"
 #include "peers.h"
 
 using namespace peers;
 
 namespace {
-
-// Memory like torch's expandable segments: handles of one granule each, mapped side by side.
-class Segments {
- public:
-  Segments(int device, int count, bool exportable)
-      : device_(device), granule_(exportGranularity(device)) {
-    const OnDevice here(device);
-    cuda::check(driver().memAddressReserve(&base_, bytes(count), 0, 0, 0), "reserve");
-    CUmemAllocationProp properties{};
-    properties.type = CU_MEM_ALLOCATION_TYPE_PINNED;
-    properties.location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = device};
-    if (exportable) properties.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
-    for (; count_ < count; ++count_) {
-      CUmemGenericAllocationHandle handle = 0;
-      cuda::check(driver().memCreate(&handle, granule_, &properties, 0), "create");
-      cuda::check(driver().memMap(base_ + bytes(count_), granule_, 0, handle, 0), "map");
-      cuda::check(driver().memRelease(handle), "release");
-    }
-    const CUmemAccessDesc access{.location = properties.location,
-                                 .flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
-    cuda::check(driver().memSetAccess(base_, bytes(count), &access, 1), "get access");
-  }
-  ~Segments() {
-    const OnDevice here(device_);
-    for (int i = 0; i < count_; ++i)
-      checkQuietly(driver().memUnmap(base_ + bytes(i), granule_), "unmap", device_);
-    checkQuietly(driver().memAddressFree(base_, bytes(count_)), "free", device_);
-  }
-  std::byte* data() const { return reinterpret_cast<std::byte*>(base_); }
-  size_t granule() const { return granule_; }
-
- private:
-  size_t bytes(int count) const { return static_cast<size_t>(count) * granule_; }
-
-  const int device_;
-  const size_t granule_;
-  int count_ = 0;
-  CUdeviceptr base_ = 0;
-};
 
 uint64_t wordOf(int writer, int owner) {
   return 0xabcd00000000u + static_cast<uint64_t>(writer) * 1000 + static_cast<uint64_t>(owner);
@@ -109,8 +66,14 @@ void testAll(As as) {
       }
       {
         const Segments segments(device, 3, /*exportable=*/true);
-        everybodyReaches(group, memory, segments.data() + segments.granule() + 1024,
-                         segments.granule() - 1024);
+        const size_t granule = segments.granule();
+        everybodyReaches(group, memory, segments.data() + granule + 1024, granule - 1024);
+        // Over borders of mappings, at each rank over others, and all of them.
+        everybodyReaches(group, memory, segments.data() + granule - 512, 1024);
+        everybodyReaches(group, memory, segments.data() + 512 * (group.rank() + 1), 2 * granule);
+        everybodyReaches(group, memory, segments.data() + (group.rank() % 2) * (granule / 2),
+                         granule);
+        everybodyReaches(group, memory, segments.data(), 3 * granule);
         group.run({Barrier{}});
       }
       {  // each rank's in another kind of memory
@@ -134,14 +97,14 @@ TEST(processes_are_told_why_a_buffer_cannot_be_registered) {
     const PeerMemory memory(group, device, 100);
     if (memory.access() == MemoryAccess::kHost) return;
     const MemoryPtr plain = allocate(device, 1 << 20);
-    const Segments own(device, 2, /*exportable=*/false), pair(device, 2, /*exportable=*/true);
+    const Segments own(device, 2, /*exportable=*/false);
     char on_host[4096] = {};
     const bool odd = group.rank() == 1;
     const auto or_plain = [&](void* data) { return odd ? data : plain->data(); };
     refuses(group, memory, or_plain(own.data()), 1000,
             "rank 1 cannot register its buffer: its memory was not made to be mapped by other");
-    refuses(group, memory, or_plain(pair.data() + pair.granule() - 500), 1000,
-            "rank 1 cannot register its buffer: it lies in several pieces of memory");
+    refuses(group, memory, or_plain(own.data() + own.granule() - 500), 1000,
+            "rank 1 cannot register its buffer: its memory was not made to be mapped by other");
     refuses(group, memory, or_plain(on_host), 1000, "rank 1 cannot register its buffer: ");
     refuses(group, memory, or_plain(nullptr), 1000, "rank 1 cannot register its buffer: ");
     refuses(group, memory, plain->data(), odd ? 1000 : 2000, "of different sizes");
@@ -158,6 +121,29 @@ TEST(a_killed_rank_ends_it_for_all) {
         if (group.rank() == 1) raise(SIGKILL);
         CHECK(ranks::failureOf([&] { registerBuffer(group, memory, plain->data(), 100); },
                                "rank 1 (pid") == Failure::kPeerLost);
+      },
+      {1});
+}
+
+TEST(what_a_killed_rank_registered_stays_readable_while_it_is_mapped) {
+  run(As::kProcesses, 3,
+      [](Group& group, int device) {
+        const PeerMemory memory(group, device, 100);
+        if (memory.access() != MemoryAccess::kDescriptor) return;
+        const Segments segments(device, 3, /*exportable=*/true);
+        const size_t bytes = 3 * segments.granule();
+        Registration made = registerBuffer(group, memory, segments.data(), bytes);
+        CHECK_EQ(made.refusal, "");
+        Stream stream(device);
+        uint64_t word = wordOf(group.rank(), group.rank());
+        stream.copy(segments.data() + bytes - 8, &word, sizeof word);
+        group.run({Barrier{}});
+        if (group.rank() == 1) raise(SIGKILL);
+        while (!group.epoch()->peers().states()[1].isLost()) ranks::sleepMs(1);
+        ranks::sleepMs(50);
+        stream.copy(&word, made.buffer->at(1) + bytes - 8, sizeof word);
+        CHECK_EQ(word, wordOf(1, 1));
+        made.buffer.reset();
       },
       {1});
 }

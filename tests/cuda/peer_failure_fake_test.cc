@@ -354,16 +354,18 @@ TEST(mapped_pages_fail_on_all_ranks_alike) {
 
 TEST(buffers_are_registered_for_all_ranks_or_for_none) {
   for (int victim : {0, 1})
-    for (bool exported : {true, false}) {
+    for (int handles : {0, 1, 3}) {  // that its memory is of; 0: plain memory
       const int calls = failEachCall(
           2, victim, cudaErrorNotSupported,
           [&](Group& group, int device, auto& arm) {
             const PeerMemory memory(group, device, 100);
-            const MemoryPtr buffer =
-                exported ? allocateExported(device, exportGranularity(device)).memory
-                         : allocate(device, 1 << 20);
+            const std::optional<Segments> segments =
+                handles > 0 ? std::make_optional<Segments>(device, handles, true) : std::nullopt;
+            const MemoryPtr plain = allocate(device, 1 << 20);
+            std::byte* const data = segments ? segments->data() : plain->data();
+            const size_t bytes = segments ? segments->bytes() : 1000;
             arm();
-            const Registration made = registerBuffer(group, memory, buffer->data(), 1000);
+            const Registration made = registerBuffer(group, memory, data, bytes);
             group.run({Barrier{}});
             CHECK(!made.buffer == !made.refusal.empty());
             return made.refusal;

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <functional>
+#include <utility>
 
 #include "base/bytes.h"
 #include "base/error.h"
@@ -271,7 +272,13 @@ std::string HostCommunicator::registerBuffer(void* data, size_t bytes,
   const std::lock_guard lock(s.calls);
   const OnDevice here(s.device);
   Registration made = cuda::registerBuffer(*s.group, *s.memory, data, bytes);
-  if (!made.buffer) return made.refusal;
+  if (!made.buffer) {
+    if (s.group->rank() == 0 && !std::exchange(s.told_refusal, true))
+      log("group '" + s.group->options().name +
+          "' copies buffers (DDP's buckets) that its ranks could else read in place: " +
+          made.refusal);
+    return made.refusal;
+  }
   s.registered[reinterpret_cast<uintptr_t>(data)] = {.buffer = std::move(made.buffer),
                                                      .bytes = bytes,
                                                      .number = s.registrations++,

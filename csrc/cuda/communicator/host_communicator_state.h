@@ -153,6 +153,7 @@ struct HostCommunicator::State {
   };
   std::map<uintptr_t, Registered> registered;
   uint64_t registrations = 0;
+  bool told_refusal = false;
   uint64_t schedules = 0;  // pieces of direct schedules so far
 
   std::mutex calls;  // one at a time puts work into streams

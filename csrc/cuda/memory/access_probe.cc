@@ -231,8 +231,10 @@ class Trial {
 
   MemoryPtr map(int r) {
     switch (state_.access) {
-      case MemoryAccess::kDescriptor:
-        return mapExported(state_.device, fds_[static_cast<size_t>(r)], state_.bytes);
+      case MemoryAccess::kDescriptor: {
+        const ExportedPiece whole{std::move(fds_[static_cast<size_t>(r)]), state_.bytes};
+        return mapExported(state_.device, {&whole, 1});
+      }
       case MemoryAccess::kHost:
         return registerSegment(state_.device, pages_->segment(r));
       case MemoryAccess::kLegacyIpc:

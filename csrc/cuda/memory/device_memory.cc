@@ -7,6 +7,7 @@
 #include <chrono>
 #include <map>
 #include <mutex>
+#include <numeric>
 #include <string>
 #include <thread>
 #include <utility>
@@ -72,15 +73,15 @@ CUmemAllocationProp exportedOn(int device) {
 class Physical {
  public:
   static Physical create(int device, size_t bytes) {
-    Physical physical(device);
+    Physical physical(device, bytes);
     const CUmemAllocationProp properties = exportedOn(device);
     check(driver().memCreate(&physical.handle_, bytes, &properties, 0),
           "allocate " + mebibytes(bytes) + " that other processes can map", device);
     physical.held_ = true;
     return physical;
   }
-  static Physical import(int device, const Fd& fd) {
-    Physical physical(device);
+  static Physical import(int device, const Fd& fd, size_t bytes) {
+    Physical physical(device, bytes);
     void* descriptor = reinterpret_cast<void*>(static_cast<uintptr_t>(fd.get()));
     check(driver().memImportFromShareableHandle(&physical.handle_, descriptor,
                                                 CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR),
@@ -89,12 +90,16 @@ class Physical {
     return physical;
   }
   Physical(Physical&& other) noexcept
-      : device_(other.device_), held_(std::exchange(other.held_, false)), handle_(other.handle_) {}
+      : device_(other.device_),
+        bytes_(other.bytes_),
+        held_(std::exchange(other.held_, false)),
+        handle_(other.handle_) {}
   ~Physical() {
     if (held_) checkQuietly(driver().memRelease(handle_), "release memory", device_);
   }
 
   CUmemGenericAllocationHandle handle() const { return handle_; }
+  size_t bytes() const { return bytes_; }
 
   Fd descriptor() const {
     int fd = -1;
@@ -105,18 +110,24 @@ class Physical {
   }
 
  private:
-  explicit Physical(int device) : device_(device) {}
+  Physical(int device, size_t bytes) : device_(device), bytes_(bytes) {}
 
   int device_;
+  size_t bytes_;
   bool held_ = false;
   CUmemGenericAllocationHandle handle_ = 0;
 };
 
+// Pieces of it, side by side.
 class Mapped final : public DeviceMemory {
  public:
-  Mapped(int device, size_t bytes, const Physical& physical) : DeviceMemory(device, bytes) {
+  Mapped(int device, std::span<const Physical> pieces)
+      : DeviceMemory(device, std::accumulate(pieces.begin(), pieces.end(), size_t{0},
+                                             [](size_t sum, const Physical& piece) {
+                                               return sum + piece.bytes();
+                                             })) {
     try {
-      map(physical);
+      map(pieces);
     } catch (const CudaError&) {
       unmap();
       throw;
@@ -127,26 +138,32 @@ class Mapped final : public DeviceMemory {
   }
 
  private:
-  void map(const Physical& physical) {
+  void map(std::span<const Physical> pieces) {
     CUdeviceptr place = 0;
     check(driver().memAddressReserve(&place, bytes_, 0, 0, 0),
           "reserve addresses for " + mebibytes(bytes_), device_);
     data_ = reinterpret_cast<std::byte*>(place);
-    check(driver().memMap(place, bytes_, 0, physical.handle(), 0), "map " + mebibytes(bytes_),
-          device_);
-    mapped_ = true;
+    for (const Physical& piece : pieces) {
+      check(driver().memMap(place + mapped(), piece.bytes(), 0, piece.handle(), 0),
+            "map " + mebibytes(piece.bytes()), device_);
+      mapped_.push_back(piece.bytes());
+    }
     const CUmemAccessDesc access{.location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = device_},
                                  .flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
     check(driver().memSetAccess(place, bytes_, &access, 1), "get access to mapped memory", device_);
   }
 
   void unmap() noexcept {
-    if (mapped_) checkQuietly(driver().memUnmap(address(data_), bytes_), "unmap memory", device_);
+    for (; !mapped_.empty(); mapped_.pop_back())
+      checkQuietly(driver().memUnmap(address(data_) + mapped() - mapped_.back(), mapped_.back()),
+                   "unmap memory", device_);
     if (data_)
       checkQuietly(driver().memAddressFree(address(data_), bytes_), "free addresses", device_);
   }
 
-  bool mapped_ = false;
+  size_t mapped() const { return std::accumulate(mapped_.begin(), mapped_.end(), size_t{0}); }
+
+  std::vector<size_t> mapped_;  // bytes of each piece
 };
 
 // ---- legacy IPC
@@ -245,13 +262,15 @@ Exported allocateExported(int device, size_t bytes) {
   const OnDevice here(device);
   const Physical physical = Physical::create(device, bytes);
   Fd fd = physical.descriptor();
-  return {std::make_shared<Mapped>(device, bytes, physical), std::move(fd)};
+  return {std::make_shared<Mapped>(device, std::span(&physical, 1)), std::move(fd)};
 }
 
-MemoryPtr mapExported(int device, const Fd& fd, size_t bytes) {
+MemoryPtr mapExported(int device, std::span<const ExportedPiece> pieces) {
   const OnDevice here(device);
-  const Physical physical = Physical::import(device, fd);
-  return std::make_shared<Mapped>(device, bytes, physical);
+  std::vector<Physical> imported;
+  for (const ExportedPiece& piece : pieces)
+    imported.push_back(Physical::import(device, piece.fd, piece.bytes));
+  return std::make_shared<Mapped>(device, imported);
 }
 
 cudaIpcMemHandle_t ipcHandleOf(int device, void* base) {

@@ -8,6 +8,7 @@
 
 #include <cstddef>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "base/clock.h"
@@ -54,8 +55,12 @@ struct Exported {
 };
 size_t exportGranularity(int device);
 Exported allocateExported(int device, size_t bytes);
-// Maps such memory, of any GPU, for kernels on `device`.
-MemoryPtr mapExported(int device, const Fd& fd, size_t bytes);
+// Maps such memory, of any GPU, for kernels on `device`: the pieces side by side.
+struct ExportedPiece {
+  Fd fd;
+  size_t bytes;
+};
+MemoryPtr mapExported(int device, std::span<const ExportedPiece> pieces);
 
 // Opens an allocation of another process by its legacy IPC handle, for kernels on `device`.  That
 // process must not free it before this is gone.

@@ -11,6 +11,7 @@
 #include <thread>
 #include <utility>
 
+#include "algorithm/cut.h"
 #include "base/error.h"
 #include "cuda/cuda_errors.h"
 #include "cuda/gpu_device.h"
@@ -153,9 +154,9 @@ namespace {
 // A rank's facts about its buffer.
 struct Offer {
   Outcome outcome;
-  bool exported = false;  // a descriptor follows; else `handle` is valid
+  uint64_t pieces = 0;  // that follow, each with a descriptor; 0: `handle` is valid
   uint64_t data = 0, bytes = 0;
-  uint64_t base = 0, span = 0;  // of the allocation or mapping that contains it
+  uint64_t base = 0, span = 0;  // of the allocation or the mappings that contain it
   cudaIpcMemHandle_t handle = {};
 };
 
@@ -197,9 +198,20 @@ Fd exportMapping(CUdeviceptr base, int device) {
   return Fd(fd);
 }
 
-// Fills in `offer`, and `fd` if it is exported.  `alone`: no other process and no other GPU reaches
-// it.  Throws Error if it cannot be registered.
-void look(Offer& offer, Fd& fd, int device, bool alone) {
+// The allocation or the mapping of one handle that contains a place.
+Span rangeOf(CUdeviceptr place, int device) {
+  CUdeviceptr base = 0;
+  size_t bytes = 0;
+  const CUresult result = driver().memGetAddressRange(&base, &bytes, place);
+  if (result == CUDA_ERROR_NOT_FOUND || result == CUDA_ERROR_INVALID_VALUE)
+    refuse("CUDA does not tell where its memory begins");
+  check(result, "find the memory that a buffer is in", device);
+  return {base, bytes};
+}
+
+// Fills in `offer`, and `pieces` if it is exported.  `alone`: no other process and no other GPU
+// reaches it.  Throws Error if it cannot be registered.
+void look(Offer& offer, std::vector<ExportedPiece>& pieces, int device, bool alone) {
   const OnDevice here(device);
   const auto data = static_cast<CUdeviceptr>(offer.data);
   const auto type = attributeOf<CUmemorytype>(data, CU_POINTER_ATTRIBUTE_MEMORY_TYPE, device);
@@ -211,24 +223,38 @@ void look(Offer& offer, Fd& fd, int device, bool alone) {
     refuse("it is on GPU " + std::to_string(where) + ", not on GPU " + std::to_string(device));
   if (alone) return;
 
-  CUdeviceptr base = 0;
-  size_t span = 0;
-  const CUresult result = driver().memGetAddressRange(&base, &span, data);
-  if (result == CUDA_ERROR_NOT_FOUND || result == CUDA_ERROR_INVALID_VALUE)
-    refuse("CUDA does not tell where its memory begins");
-  check(result, "find the memory that a buffer is in", device);
-  if (data + offer.bytes > base + span)
-    refuse(
-        "it lies in several pieces of memory (torch's expandable segments do that with large "
-        "tensors)");
-  offer.base = base;
-  offer.span = span;
+  Span range = rangeOf(data, device);
+  offer.base = range.begin;
+  offer.span = range.size;
   if (attributeOf<int>(data, CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE, device)) {
-    offer.handle = ipcHandleOf(device, reinterpret_cast<void*>(base));
-  } else {
-    fd = exportMapping(base, device);
-    offer.exported = true;
+    if (data + offer.bytes > range.end()) refuse("it goes beyond the memory that it begins in");
+    offer.handle = ipcHandleOf(device, reinterpret_cast<void*>(range.begin));
+    return;
   }
+  // Torch's expandable segments are mappings of 2 or 20 MiB, side by side.
+  for (;;) {
+    pieces.push_back({exportMapping(range.begin, device), range.size});
+    if (data + offer.bytes <= range.end()) break;
+    range = rangeOf(range.end(), device);
+    offer.span += range.size;
+  }
+  offer.pieces = pieces.size();
+}
+
+// The pieces of each rank's buffer, by rank.  Collective.
+std::vector<std::vector<ExportedPiece>> exchangePieces(Group& group,
+                                                       const std::vector<Offer>& offers,
+                                                       const std::vector<ExportedPiece>& mine) {
+  std::vector<std::vector<ExportedPiece>> all(offers.size());
+  const uint64_t most = std::ranges::max(offers, {}, &Offer::pieces).pieces;
+  for (size_t i = 0; i < most; ++i) {
+    const bool have = i < mine.size();
+    const auto bytes = gatherEach(group, have ? mine[i].bytes : size_t{0});
+    std::vector<Fd> fds = exchangeFds(group, have ? mine[i].fd.get() : -1, "GPU memory");
+    for (size_t r = 0; r < offers.size(); ++r)
+      if (i < offers[r].pieces) all[r].push_back({std::move(fds[r]), bytes[r]});
+  }
+  return all;
 }
 
 }  // namespace
@@ -248,8 +274,8 @@ Registration registerBuffer(Group& group, const PeerMemory& memory, void* data, 
   Offer mine;
   mine.data = reinterpret_cast<uint64_t>(data);
   mine.bytes = bytes;
-  Fd fd;
-  mine.outcome = outcomeOf([&] { look(mine, fd, device, alone); });
+  std::vector<ExportedPiece> own;
+  mine.outcome = outcomeOf([&] { look(mine, own, device, alone); });
   const std::vector<Offer> offers = gatherEach(group, mine);
   std::string refusal = obstacleIn(group, offers);
   for (int r = 0; r < group.size() && refusal.empty(); ++r)
@@ -257,11 +283,7 @@ Registration registerBuffer(Group& group, const PeerMemory& memory, void* data, 
       refusal = "the ranks' buffers are of different sizes";
   if (!refusal.empty()) return {nullptr, refusal};
 
-  bool any_exported = false;
-  for (const Offer& offer : offers) any_exported = any_exported || offer.exported;
-  std::vector<Fd> fds;
-  if (any_exported) fds = exchangeFds(group, fd.get(), "GPU memory");
-
+  const std::vector<std::vector<ExportedPiece>> exported = exchangePieces(group, offers, own);
   std::vector<PeerBuffer::Piece> pieces;
   struct Mapped {
     Outcome outcome;
@@ -272,8 +294,8 @@ Registration registerBuffer(Group& group, const PeerMemory& memory, void* data, 
       PeerBuffer::Piece& piece =
           pieces.emplace_back(PeerBuffer::Piece{nullptr, reinterpret_cast<std::byte*>(offer.data)});
       if (sharesAll(me, r)) continue;
-      if (offer.exported)
-        piece.memory = mapExported(device, fds[static_cast<size_t>(r)], offer.span);
+      if (offer.pieces > 0)
+        piece.memory = mapExported(device, exported[static_cast<size_t>(r)]);
       else if (residents[static_cast<size_t>(r)].sharesProcess(residents[static_cast<size_t>(me)]))
         enablePeerAccess(device, findDevice(residents[static_cast<size_t>(r)].gpu));
       else

@@ -69,9 +69,9 @@ class PeerMemory {
 // A user's buffer that all ranks of a group reach where it is, so that nothing is copied.
 //
 // Only some memory can be handed to other processes: a plain allocation (cudaMalloc, torch's
-// default allocator) by legacy IPC, and a mapping of one handle that was made to be exported (a
-// tensor within one of torch's expandable segments) by a descriptor.  If a rank's buffer cannot,
-// all ranks learn why, and data is copied as without registration: that is no error.
+// default allocator) by legacy IPC, and mappings of handles that were made to be exported (torch's
+// expandable segments) by a descriptor each.  If a rank's buffer cannot, all ranks learn why, and
+// data is copied as without registration: that is no error.
 //
 // The buffer stays the user's.  No rank may free it before every rank has destroyed this object
 // (put a barrier between): mappings of freed plain memory are undefined.
