@@ -233,6 +233,7 @@ class Rank {
                      const std::string& way) {
     if (!why_not_registered_) {
       why_not_registered_ = "";
+      data_.move([&](void* data, size_t bytes) { return comm->lastingMemory(data, bytes, {}); });
       for (const gpu::Buffer* buffer : {&data_.inputBuffer(), &data_.outputBuffer()})
         if (why_not_registered_->empty())
           *why_not_registered_ = comm->registerBuffer(buffer->get(), buffer->bytes());

@@ -67,6 +67,15 @@ class RankData {
   const gpu::Buffer& inputBuffer() const { return input_; }
   const gpu::Buffer& outputBuffer() const { return output_; }
 
+  // Gives both other memory, before they hold anything.  `memoryFor` an address and bytes: null to
+  // leave it there.
+  template <class F>
+  void move(F&& memoryFor) {
+    for (gpu::Buffer* buffer : {&input_, &output_})
+      if (std::shared_ptr<void> memory = memoryFor(buffer->get(), buffer->bytes()))
+        *buffer = gpu::Buffer(std::move(memory), buffer->bytes());
+  }
+
   // Fresh addends; where the result goes, and around it, bytes that it cannot have by chance.
   void prepare(const Job& job, cudaStream_t stream) const {
     const ring_oracle::Case& what = job.what;

@@ -399,21 +399,42 @@ GpuBackend::WorkPtr GpuBackend::enqueue(Job job, c10::Device device, bool async,
   return work;
 }
 
+namespace {
+
+// Gives a storage other memory, with the same contents for what follows in the stream.
+void moveTo(std::shared_ptr<void> memory, const c10::Storage& storage, const c10::Stream& stream) {
+  const auto options = at::TensorOptions().dtype(at::kByte).device(storage.device());
+  const auto bytesAt = [&](void* data) {
+    return at::from_blob(data, {static_cast<int64_t>(storage.nbytes())}, options);
+  };
+  void* const to = memory.get();
+  bytesAt(to).copy_(bytesAt(storage.mutable_data()), /*non_blocking=*/true);
+  guardOf(storage.device()).recordDataPtrOnStream(storage.data_ptr(), stream);
+  const auto letGo = [](void* held) { delete static_cast<std::shared_ptr<void>*>(held); };
+  storage.set_data_ptr_noswap(
+      {to, new std::shared_ptr<void>(std::move(memory)), letGo, storage.device()});
+}
+
+}  // namespace
+
 // DDP makes new buckets on all ranks at once, so a bucket is new to all ranks or to none, except in
 // torch's Join, where the hook does not call this.  Peers map the bucket's memory, so the
-// communicator keeps it.  DDP replaces its buckets after the first step: each new bucket gives back
-// those that only the communicator holds, on all ranks.
+// communicator keeps it.  Memory of torch's default allocator would go with this process, from
+// under kernels of others that read it, so the bucket is moved to memory that does not; all that
+// views it, as gradients may, goes with it.  DDP replaces its buckets after the first step: each
+// new bucket gives back those that only the communicator holds, on all ranks.
 void GpuBackend::registerBucket(const at::Tensor& bucket) {
   const std::shared_ptr<DeviceContext> context = contextOf(bucket.device());
   cuda::GpuCommunicator& communicator = *context->communicator;
   const c10::Storage& storage = bucket.storage();
   if (!communicator.gainsByRegistering(dtypeOf(bucket, "DDP hook"), bucket.nbytes()) ||
-      isCapturing(bucket.device()) || !storage.mutable_data())
+      !storage.mutable_data())
     return;
   // Not the backend's own lock: other ranks may come late, and abort() must not wait for them.
   const std::lock_guard lock(buckets_mutex_);
   if (!context->buckets.try_emplace(storage.unsafeGetStorageImpl(), storage.getWeakStorageImpl())
-           .second)
+           .second ||
+      isCapturing(bucket.device()))  // nor later, when a graph has the bucket's address
     return;
   const c10::DeviceGuard on(bucket.device());
   const auto heldBy = [](const std::shared_ptr<void>& owner) {
@@ -422,6 +443,10 @@ void GpuBackend::registerBucket(const at::Tensor& bucket) {
   for (const auto& owner : communicator.unregisterBuffers(
            [&](const std::shared_ptr<void>& held) { return heldBy(held)->use_count() == 1; }))
     context->buckets.erase(heldBy(owner)->unsafeGetStorageImpl());
+  const c10::Stream caller = guardOf(bucket.device()).getStream(bucket.device());
+  if (auto lasting = communicator.lastingMemory(storage.data(), storage.nbytes(),
+                                                {handleOf(caller), handleOf(context->stream)}))
+    moveTo(std::move(lasting), storage, caller);
   // Why not does not matter here: the bucket then goes by slots or staging memory, like any other.
   communicator.registerBuffer(storage.mutable_data(), storage.nbytes(),
                               std::make_shared<c10::Storage>(storage));

@@ -77,12 +77,13 @@ cudaError_t cudaPeekAtLastError() {
   return ruined ? ruined : last_error;
 }
 
-// The names of the threads that have unmapped or closed memory so far: "python ringreduce-gpu".
+// The names of the threads that have unmapped or closed memory since the call before: "python".
 const char* fakeUnmappers() {
   static thread_local std::string text;
   const std::lock_guard lock(world().mutex);
   text.clear();
-  for (const std::string& name : world().unmappers) text += (text.empty() ? "" : " ") + name;
+  for (const std::string& name : std::exchange(world().unmappers, {}))
+    text += (text.empty() ? "" : " ") + name;
   return text.c_str();
 }
 

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdio>
 #include <cstdlib>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -40,14 +41,19 @@ class Buffer {
          "take " + std::to_string(bytes) + " bytes of the GPU's memory");
     data_ = static_cast<std::byte*>(memory);
   }
+  Buffer(std::shared_ptr<void> memory, size_t bytes)
+      : data_(static_cast<std::byte*>(memory.get())), bytes_(bytes), owner_(std::move(memory)) {}
   Buffer(Buffer&& other) noexcept { *this = std::move(other); }
   Buffer& operator=(Buffer&& other) noexcept {
     std::swap(data_, other.data_);
     std::swap(bytes_, other.bytes_);
+    std::swap(owner_, other.owner_);
     return *this;
   }
   // After an error of the GPU's there is nothing to free.
-  ~Buffer() { (void)cudaFree(data_); }
+  ~Buffer() {
+    if (!owner_) (void)cudaFree(data_);
+  }
 
   std::byte* get() const { return data_; }
   size_t bytes() const { return bytes_; }
@@ -55,6 +61,7 @@ class Buffer {
  private:
   std::byte* data_ = nullptr;
   size_t bytes_ = 0;
+  std::shared_ptr<void> owner_;  // null: cudaMalloc's
 };
 
 // Memory of the host that copies are fast from.

@@ -2,6 +2,7 @@
 // expandable segments, and what cannot be registered.  On GPUs, or on the fake.
 #define CHECK_OWN_MAIN
 #include <csignal>
+#include <cstdlib>
 #include <cstring>
 
 #include "cuda/memory/peer_memory.h"
@@ -50,6 +51,23 @@ void refuses(Group& group, const PeerMemory& memory, void* data, size_t bytes,
     throw std::runtime_error("'" + reason + "' is not in: " + made.refusal);
 }
 
+// Plain memory, and each rank's in another kind.
+void testPlain(Group& group, const PeerMemory& memory) {
+  const int device = memory.device();
+  const MemoryPtr plain = allocate(device, 5 << 20);
+  const Segments segments(device, 1, /*exportable=*/true);
+  std::byte* const either = group.rank() % 2 == 0 ? plain->data() : segments.data() + 4096;
+  if (memory.access() == MemoryAccess::kDescriptor && group.size() > 1) {
+    refuses(group, memory, plain->data(), 1000, "rank 0 cannot register its buffer: plain memory");
+    refuses(group, memory, either, 1000, "rank 0 cannot register its buffer: plain memory");
+    return;
+  }
+  everybodyReaches(group, memory, plain->data(), plain->bytes());
+  everybodyReaches(group, memory, plain->data() + 512 * (group.rank() + 1), 3 << 20);
+  everybodyReaches(group, memory, either, 1 << 20);
+  group.run({Barrier{}});
+}
+
 void testAll(As as) {
   for (int P : {1, 2, 3})
     run(as, P, [&](Group& group, int device) {
@@ -58,31 +76,17 @@ void testAll(As as) {
         std::printf("not here: %s\n", memory.why().c_str());
         return refuses(group, memory, nullptr, 100, "do not reach each other's memory");
       }
-      {
-        const MemoryPtr plain = allocate(device, 5 << 20);
-        everybodyReaches(group, memory, plain->data(), plain->bytes());
-        everybodyReaches(group, memory, plain->data() + 512 * (group.rank() + 1), 3 << 20);
-        group.run({Barrier{}});
-      }
-      {
-        const Segments segments(device, 3, /*exportable=*/true);
-        const size_t granule = segments.granule();
-        everybodyReaches(group, memory, segments.data() + granule + 1024, granule - 1024);
-        // Over borders of mappings, at each rank over others, and all of them.
-        everybodyReaches(group, memory, segments.data() + granule - 512, 1024);
-        everybodyReaches(group, memory, segments.data() + 512 * (group.rank() + 1), 2 * granule);
-        everybodyReaches(group, memory, segments.data() + (group.rank() % 2) * (granule / 2),
-                         granule);
-        everybodyReaches(group, memory, segments.data(), 3 * granule);
-        group.run({Barrier{}});
-      }
-      {  // each rank's in another kind of memory
-        const MemoryPtr plain = allocate(device, 5 << 20);
-        const Segments segments(device, 1, /*exportable=*/true);
-        everybodyReaches(group, memory,
-                         group.rank() % 2 == 0 ? plain->data() : segments.data() + 4096, 1 << 20);
-        group.run({Barrier{}});
-      }
+      testPlain(group, memory);
+      const Segments segments(device, 3, /*exportable=*/true);
+      const size_t granule = segments.granule();
+      everybodyReaches(group, memory, segments.data() + granule + 1024, granule - 1024);
+      // Over borders of mappings, at each rank over others, and all of them.
+      everybodyReaches(group, memory, segments.data() + granule - 512, 1024);
+      everybodyReaches(group, memory, segments.data() + 512 * (group.rank() + 1), 2 * granule);
+      everybodyReaches(group, memory, segments.data() + (group.rank() % 2) * (granule / 2),
+                       granule);
+      everybodyReaches(group, memory, segments.data(), 3 * granule);
+      group.run({Barrier{}});
     });
 }
 
@@ -92,23 +96,48 @@ TEST(processes_reach_each_others_buffers) {
   testAll(As::kProcesses);
 }
 
+TEST(processes_without_better_memory_reach_plain_buffers) {
+  for (int P : {2, 3})
+    run(As::kProcesses, P, [](Group& group, int device) {
+      try {
+        testPlain(group, PeerMemory(group, device, 100, MemoryAccess::kLegacyIpc));
+      } catch (const Error& error) {
+        if (std::getenv("EVERY_WAY") || !std::strstr(error.what(), "which was asked for")) throw;
+        std::printf("not here: %s\n", error.what());
+      }
+    });
+}
+
+TEST(plain_buffers_can_move_to_memory_that_processes_reach) {
+  run(As::kProcesses, 2, [](Group& group, int device) {
+    const PeerMemory memory(group, device, 100);
+    if (memory.access() != MemoryAccess::kDescriptor) return;
+    const MemoryPtr plain = allocate(device, 5 << 20);
+    const MemoryPtr lasting = lastingMemory(memory, plain->data(), plain->bytes());
+    CHECK(lasting && lasting->bytes() >= plain->bytes());
+    CHECK(!lastingMemory(memory, lasting->data(), 1000));
+    everybodyReaches(group, memory, lasting->data(), plain->bytes());
+    group.run({Barrier{}});
+  });
+}
+
 TEST(processes_are_told_why_a_buffer_cannot_be_registered) {
   run(As::kProcesses, 2, [](Group& group, int device) {
     const PeerMemory memory(group, device, 100);
     if (memory.access() == MemoryAccess::kHost) return;
-    const MemoryPtr plain = allocate(device, 1 << 20);
+    const Segments good(device, 1, /*exportable=*/true);
     const Segments own(device, 2, /*exportable=*/false);
     char on_host[4096] = {};
     const bool odd = group.rank() == 1;
-    const auto or_plain = [&](void* data) { return odd ? data : plain->data(); };
-    refuses(group, memory, or_plain(own.data()), 1000,
+    const auto or_good = [&](void* data) { return odd ? data : good.data(); };
+    refuses(group, memory, or_good(own.data()), 1000,
             "rank 1 cannot register its buffer: its memory was not made to be mapped by other");
-    refuses(group, memory, or_plain(own.data() + own.granule() - 500), 1000,
+    refuses(group, memory, or_good(own.data() + own.granule() - 500), 1000,
             "rank 1 cannot register its buffer: its memory was not made to be mapped by other");
-    refuses(group, memory, or_plain(on_host), 1000, "rank 1 cannot register its buffer: ");
-    refuses(group, memory, or_plain(nullptr), 1000, "rank 1 cannot register its buffer: ");
-    refuses(group, memory, plain->data(), odd ? 1000 : 2000, "of different sizes");
-    everybodyReaches(group, memory, plain->data(), 1000);  // none of which does harm
+    refuses(group, memory, or_good(on_host), 1000, "rank 1 cannot register its buffer: ");
+    refuses(group, memory, or_good(nullptr), 1000, "rank 1 cannot register its buffer: ");
+    refuses(group, memory, good.data(), odd ? 1000 : 2000, "of different sizes");
+    everybodyReaches(group, memory, good.data(), 1000);  // none of which does harm
     group.run({Barrier{}});
   });
 }

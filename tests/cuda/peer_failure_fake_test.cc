@@ -159,7 +159,9 @@ TEST(memory_is_shared_beside_captures_of_other_threads) {
         {
           const MappedPages pages(group, device, 1000);
           const PeerMemory memory(group, device, 1000, access);
-          const MemoryPtr buffer = allocate(device, 1 << 20);
+          const MemoryPtr buffer = access == MemoryAccess::kDescriptor
+                                       ? allocateExported(device, exportGranularity(device)).memory
+                                       : allocate(device, 1 << 20);
           Registration made = registerBuffer(group, memory, buffer->data(), 1000);
           CHECK_EQ(!made.buffer, access == MemoryAccess::kHost);
           made.buffer.reset();
@@ -174,10 +176,10 @@ TEST(memory_is_shared_beside_captures_of_other_threads) {
 TEST(a_buffer_that_there_is_no_room_to_map_is_copied_and_no_error) {
   run(As::kProcesses, 2, [](Group& group, int device) {
     const PeerMemory memory(group, device, 1000);
-    const MemoryPtr buffer = allocate(device, 1 << 20);
+    const MemoryPtr buffer = allocateExported(device, exportGranularity(device)).memory;
     fake::machine().bar1_is_full = true;  // of this process
     const Registration made = registerBuffer(group, memory, buffer->data(), 1000);
-    CHECK(!made.buffer && says(made.refusal, "rank 0 cannot open another rank's memory"));
+    CHECK(!made.buffer && says(made.refusal, "rank 0 cannot get access to mapped memory"));
     group.run({Barrier{}});
   });
 }

@@ -3,7 +3,9 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <chrono>
 #include <functional>
+#include <thread>
 #include <utility>
 
 #include "base/bytes.h"
@@ -12,6 +14,7 @@
 #include "cuda/cuda_errors.h"
 #include "cuda/gpu_device.h"
 #include "cuda/kernels/direct_schedule.h"
+#include "cuda/memory/closer.h"
 
 namespace ringreduce::cuda {
 
@@ -266,6 +269,36 @@ void HostCommunicator::State::direct(const GpuBroadcast& call, cudaStream_t stre
 
 // ---- registered buffers
 
+namespace {
+
+// Waits for what is in a stream now.
+void await(cudaStream_t stream) {
+  constexpr auto kLook = std::chrono::milliseconds(2);
+  while (captureOf(stream)) std::this_thread::sleep_for(kLook);
+  Event end;
+  end.record(stream);
+  while (!end.isReached()) std::this_thread::sleep_for(kLook);
+}
+
+}  // namespace
+
+std::shared_ptr<void> HostCommunicator::lastingMemory(const void* data, size_t bytes,
+                                                      std::vector<CUstream_st*> users) {
+  MemoryPtr memory = cuda::lastingMemory(*state_->memory, data, bytes);
+  if (!memory) return nullptr;
+  void* const at = memory->data();
+  return {at, [memory = std::move(memory), users = std::move(users)](void*) mutable {
+            closeLater([memory = std::move(memory), users = std::move(users)] {
+              const OnDevice here(memory->device());
+              try {
+                for (const cudaStream_t stream : users) await(stream);
+              } catch (const CudaError&) {
+                // The GPU has failed, and uses it no more.
+              }
+            });
+          }};
+}
+
 std::string HostCommunicator::registerBuffer(void* data, size_t bytes,
                                              std::shared_ptr<void> owner) {
   State& s = *state_;
@@ -318,13 +351,17 @@ std::vector<std::shared_ptr<void>> HostCommunicator::unregisterBuffers(const Unu
   s.watchdog->wait(kNever);
   // No rank may still use them.
   s.group->run({Barrier{}});
+  // Other ranks' memory lives while it is mapped, but for that of legacy IPC: its owners may free
+  // it only when no rank maps it.
+  const bool by_ipc = s.memory->access() == MemoryAccess::kLegacyIpc;
   std::vector<std::shared_ptr<void>> given_back;
   for (const uintptr_t at : agreed) {
-    given_back.push_back(std::move(s.registered.at(at).owner));
+    State::Registered& one = s.registered.at(at);
+    given_back.push_back(std::move(one.owner));
+    if (!by_ipc) closeLater([buffer = std::shared_ptr<PeerBuffer>(std::move(one.buffer))] {});
     s.registered.erase(at);
   }
-  // Their owners may free them after this: no rank may still map them.
-  s.group->run({Barrier{}});
+  if (by_ipc) s.group->run({Barrier{}});
   return given_back;
 }
 

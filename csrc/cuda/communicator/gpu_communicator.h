@@ -123,6 +123,14 @@ class GpuCommunicator {
 
   // Whether averages of registered buffers are faster than those of others; the same on all ranks.
   virtual bool gainsByRegistering(DType, size_t /*bytes*/) const { return false; }
+  // Memory of at least so many bytes for a buffer that shall be registered, and whose own memory
+  // peers could not go on to use if its owner were killed.  Null if it may stay where it is, or if
+  // there is none.  It is given back some time after its last owner has let go, behind what is in
+  // the streams of its `users` then.
+  virtual std::shared_ptr<void> lastingMemory(const void* /*data*/, size_t /*bytes*/,
+                                              std::vector<CUstream_st*> /*users*/) {
+    return nullptr;
+  }
   // Collective: lets peers map a buffer.  Returns "", or why it cannot be done, the same on all
   // ranks; calls on the buffer then work as on other memory.  `owner` holds the memory: it is kept
   // until the buffer is given back, and for ever if work in streams may touch it when the group

@@ -60,6 +60,8 @@ class HostCommunicator final : public GpuCommunicator {
                                 std::span<const GpuAllReduce> calls, CUstream_st* stream);
 
   bool gainsByRegistering(DType dtype, size_t bytes) const override;
+  std::shared_ptr<void> lastingMemory(const void* data, size_t bytes,
+                                      std::vector<CUstream_st*> users) override;
   std::string registerBuffer(void* data, size_t bytes,
                              std::shared_ptr<void> owner = nullptr) override;
   std::vector<std::shared_ptr<void>> unregisterBuffers(const Unused& unused) override;

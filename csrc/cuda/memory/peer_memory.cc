@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "algorithm/cut.h"
+#include "base/bytes.h"
 #include "base/error.h"
 #include "cuda/cuda_errors.h"
 #include "cuda/gpu_device.h"
@@ -173,6 +174,10 @@ T attributeOf(CUdeviceptr pointer, CUpointer_attribute which, int device) {
   return value;
 }
 
+bool isPlain(CUdeviceptr data, int device) {
+  return attributeOf<int>(data, CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE, device) != 0;
+}
+
 // The descriptor of the mapping that begins at `base`.
 Fd exportMapping(CUdeviceptr base, int device) {
   CUmemGenericAllocationHandle handle = 0;
@@ -209,9 +214,16 @@ Span rangeOf(CUdeviceptr place, int device) {
   return {base, bytes};
 }
 
-// Fills in `offer`, and `pieces` if it is exported.  `alone`: no other process and no other GPU
-// reaches it.  Throws Error if it cannot be registered.
-void look(Offer& offer, std::vector<ExportedPiece>& pieces, int device, bool alone) {
+// Who reaches a rank's buffer.
+struct Readers {
+  bool others;        // on other GPUs or of other processes
+  bool of_processes;  // of other processes
+};
+
+// Fills in `offer`, and `pieces` if it is exported.  Throws Error if it cannot be registered.
+void look(Offer& offer, std::vector<ExportedPiece>& pieces, const PeerMemory& memory,
+          Readers readers) {
+  const int device = memory.device();
   const OnDevice here(device);
   const auto data = static_cast<CUdeviceptr>(offer.data);
   const auto type = attributeOf<CUmemorytype>(data, CU_POINTER_ATTRIBUTE_MEMORY_TYPE, device);
@@ -221,12 +233,14 @@ void look(Offer& offer, std::vector<ExportedPiece>& pieces, int device, bool alo
   const int where = attributeOf<int>(data, CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, device);
   if (where != device)
     refuse("it is on GPU " + std::to_string(where) + ", not on GPU " + std::to_string(device));
-  if (alone) return;
+  if (!readers.others) return;
 
   Span range = rangeOf(data, device);
   offer.base = range.begin;
   offer.span = range.size;
-  if (attributeOf<int>(data, CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE, device)) {
+  if (isPlain(data, device)) {
+    if (readers.of_processes && memory.access() != MemoryAccess::kLegacyIpc)
+      refuse("plain memory (cudaMalloc) goes with its process, also from under those who map it");
     if (data + offer.bytes > range.end()) refuse("it goes beyond the memory that it begins in");
     offer.handle = ipcHandleOf(device, reinterpret_cast<void*>(range.begin));
     return;
@@ -259,6 +273,21 @@ std::vector<std::vector<ExportedPiece>> exchangePieces(Group& group,
 
 }  // namespace
 
+MemoryPtr lastingMemory(const PeerMemory& memory, const void* data, size_t bytes) {
+  if (memory.access() != MemoryAccess::kDescriptor) return nullptr;
+  const int device = memory.device();
+  const OnDevice here(device);
+  try {
+    if (!isPlain(reinterpret_cast<CUdeviceptr>(data), device)) return nullptr;
+    return allocateExported(device, roundUp(bytes, exportGranularity(device))).memory;
+  } catch (const CudaError& error) {
+    if (error.ruinsProcess()) throw;
+  } catch (const Error&) {
+    // Registering it tells all ranks why not.
+  }
+  return nullptr;
+}
+
 Registration registerBuffer(Group& group, const PeerMemory& memory, void* data, size_t bytes) {
   const int me = group.rank(), device = memory.device();
   const auto& residents = memory.residents();
@@ -268,14 +297,19 @@ Registration registerBuffer(Group& group, const PeerMemory& memory, void* data, 
     const Resident &x = residents[static_cast<size_t>(a)], &y = residents[static_cast<size_t>(b)];
     return x.sharesProcess(y) && x.sharesGpu(y);
   };
-  bool alone = true;
-  for (int r = 0; r < group.size(); ++r) alone = alone && sharesAll(me, r);
+  Readers readers{};
+  for (int r = 0; r < group.size(); ++r) {
+    readers.others = readers.others || !sharesAll(me, r);
+    readers.of_processes =
+        readers.of_processes ||
+        !residents[static_cast<size_t>(me)].sharesProcess(residents[static_cast<size_t>(r)]);
+  }
 
   Offer mine;
   mine.data = reinterpret_cast<uint64_t>(data);
   mine.bytes = bytes;
   std::vector<ExportedPiece> own;
-  mine.outcome = outcomeOf([&] { look(mine, own, device, alone); });
+  mine.outcome = outcomeOf([&] { look(mine, own, memory, readers); });
   const std::vector<Offer> offers = gatherEach(group, mine);
   std::string refusal = obstacleIn(group, offers);
   for (int r = 0; r < group.size() && refusal.empty(); ++r)

@@ -68,9 +68,11 @@ class PeerMemory {
 
 // A user's buffer that all ranks of a group reach where it is, so that nothing is copied.
 //
-// Only some memory can be handed to other processes: a plain allocation (cudaMalloc, torch's
-// default allocator) by legacy IPC, and mappings of handles that were made to be exported (torch's
-// expandable segments) by a descriptor each.  If a rank's buffer cannot, all ranks learn why, and
+// Only some memory can be handed to other processes: mappings of handles that were made to be
+// exported (torch's expandable segments) by a descriptor each, and a plain allocation (cudaMalloc,
+// torch's default allocator) by legacy IPC.  Under the latter a kernel that reads it may fault if
+// its owner is killed, which ruins the reader's process.  So that is done only where the group's
+// own memory goes that way too.  If a rank's buffer cannot be handed out, all ranks learn why, and
 // data is copied as without registration: that is no error.
 //
 // The buffer stays the user's.  No rank may free it before every rank has destroyed this object
@@ -91,6 +93,10 @@ class PeerBuffer {
   std::vector<Piece> pieces_;  // by rank
   size_t bytes_;
 };
+
+// Memory in which what is at `data`, on the same GPU, could be registered although it is plain
+// memory.  Null if it need not be moved, or there is no such memory.
+MemoryPtr lastingMemory(const PeerMemory& memory, const void* data, size_t bytes);
 
 struct Registration {
   std::unique_ptr<PeerBuffer> buffer;  // or none, and

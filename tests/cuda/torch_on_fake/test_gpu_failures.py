@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import signal
+import sys
 import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import fake_rules
@@ -16,15 +18,26 @@ from blame import blamed, expect, expect_all
 from conftest import Machine
 from gpu_jobs import Gate, use_gpu
 from pool import Died, Done, Rank
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 import ringreduce
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import gpu_torch_jobs as jobs
 
 
 def loop(me: Rank, style: str) -> None:
     """Operations until something happens; tells the test once they flow."""
-    x = torch.ones(50_000, device=use_gpu(me))
+    device = use_gpu(me)
+    x = torch.ones(50_000, device=device)
+    model = DDP(nn.Linear(512, 512, bias=False).to(device), gradient_as_bucket_view=True)
+    jobs.attach(model, "hook")
     for k in range(10**9):
-        if style == "staged":
+        if style == "hook":  # the others read and write the killed rank's bucket where it is
+            model(x[:512]).sum().backward()
+        elif style == "staged":
             dist.reduce(x, 0)
         elif style == "broadcast":  # its root waits for credits of the killed rank
             dist.broadcast(x, 0)
@@ -37,7 +50,9 @@ def loop(me: Rank, style: str) -> None:
             me.tell("flowing")
 
 
-@pytest.mark.parametrize("style", ["blocking", "async", "staged", "broadcast", "launch blocking"])
+@pytest.mark.parametrize(
+    "style", ["blocking", "async", "staged", "broadcast", "launch blocking", "hook"]
+)
 def test_a_killed_rank_is_named(machine: Machine, style: str) -> None:
     # The host then waits in a launch until the other ranks have come.
     env = {"CUDA_LAUNCH_BLOCKING": "1"} if style == "launch blocking" else {}

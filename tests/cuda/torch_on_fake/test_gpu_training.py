@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 
+import fake_rules
 import pytest
+import torch
 from conftest import Machine
+from gpu_jobs import use_gpu
+from pool import Rank
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import gpu_torch_jobs as jobs
 
+BUCKET = 4 << 20
 ROUNDINGS = 1e-4  # of float32: two ways to add up the same shards, over some steps
 
 
@@ -23,7 +31,40 @@ def test_ddp_is_one_process_with_all_shards(machine: Machine, way: str) -> None:
 
 def test_buckets_that_ddp_has_dropped_take_no_memory(machine: Machine) -> None:
     for left in machine.run(jobs.memory_beside_buckets, 2):
-        assert left < 4 << 20  # a bucket
+        assert left < BUCKET
+
+
+def wrap_again_and_again(me: Rank) -> tuple[str, int]:
+    """DDP's hook over one network after the other.
+
+    Returns the threads that have unmapped memory, and the bytes by which more of it is mapped.
+    """
+    device = use_gpu(me)
+    network = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(3)]).to(device)
+
+    def steps() -> int:
+        model = DDP(network, bucket_cap_mb=5, gradient_as_bucket_view=True)
+        jobs.attach(model, "hook")
+        for _ in range(3):
+            network.zero_grad()
+            model(torch.ones(2, 1024, device=device)).sum().backward()
+        torch.cuda.synchronize()
+        left, memory = torch.cuda.mem_get_info()
+        return memory - left
+
+    steps()  # makes the communicator
+    fake_rules.unmappers()
+    first, names, end = steps(), "", time.monotonic() + 20
+    while (more := steps() - first) > BUCKET and time.monotonic() < end:
+        pass
+    while not names and time.monotonic() < end:
+        names = fake_rules.unmappers()
+    return names, more
+
+
+def test_mappings_of_dropped_buckets_are_closed_by_no_thread_of_the_users(machine: Machine) -> None:
+    for names, more in machine.run(wrap_again_and_again, 2):
+        assert names == "ringreduce-free" and more <= BUCKET
 
 
 def test_ranks_that_run_out_of_inputs(machine: Machine) -> None:
