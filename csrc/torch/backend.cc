@@ -243,6 +243,11 @@ size_t Backend::gpuBytes() const {
   return gpu ? gpu->bytes() : 0;
 }
 
+std::vector<std::vector<OpRecord>> Backend::gpuRecords(const std::vector<uint64_t>& since) const {
+  const auto gpu = gpuIfAny();
+  return gpu ? gpu->records(since) : std::vector<std::vector<OpRecord>>();
+}
+
 void Backend::eagerConnectSingleDevice(at::Device device) {
   if (!device.is_cuda()) return;
   if (const auto gpu = gpuIfAny()) gpu->eagerConnectSingleDevice(device);

@@ -229,6 +229,8 @@ class Backend final : public c10d::Backend {
   bool hasRaised() const;
   size_t stagingBytes() const;
   size_t gpuBytes() const;
+  // As GpuBackend::records.
+  std::vector<std::vector<OpRecord>> gpuRecords(const std::vector<uint64_t>& since) const;
   std::vector<int> liveRanks() const;
   std::vector<std::string> routes() const;
   // Throws Aborted once the group is destroyed.

@@ -260,6 +260,19 @@ py::bytes recordsOf(const BackendPtr& backend, uint64_t since) {
   });
 }
 
+// Those of GPU operations, of each GPU that this rank has used.
+std::vector<py::bytes> gpuRecordsOf(const BackendPtr& backend, const std::vector<uint64_t>& since) {
+  std::vector<std::vector<OpRecord>> records;
+  {
+    const py::gil_scoped_release release;
+    records = asRingreduce(*backend).gpuRecords(since);
+  }
+  std::vector<py::bytes> found;
+  for (const std::vector<OpRecord>& one : records)
+    found.emplace_back(reinterpret_cast<const char*>(one.data()), one.size() * sizeof(OpRecord));
+  return found;
+}
+
 py::bytes messagesOf(const BackendPtr& backend, uint64_t since) {
   return recordBytes(backend, [since](const Group& group) {
     return std::pair(group.messages().since(since), group.pendingMessages());
@@ -619,6 +632,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   property("gpu_bytes", &Backend::gpuBytes, no_gil);
   property("routes", &Backend::routes);
   m.def("records", &recordsOf, "backend"_a, "since"_a);
+  m.def("gpu_records", &gpuRecordsOf, "backend"_a, "since"_a);
   m.def("messages", &messagesOf, "backend"_a, "since"_a);
   m.def("totals", &totalsOf, "backend"_a);
   m.def("lines", &linesOf, py::call_guard<py::gil_scoped_release>(), "backend"_a);

@@ -356,6 +356,10 @@ std::shared_ptr<GpuBackend::DeviceContext> GpuBackend::contextOf(c10::Device dev
       .stream = guard.getStreamFromGlobalPool(device, true),
       .ready = c10::Event(device.type()),
       .marks = std::make_shared<CallMarks>(guard.getStreamFromGlobalPool(device, true))});
+  {
+    const std::lock_guard made(made_mutex_);
+    made_.push_back(context->communicator);
+  }
   return contexts_.emplace(device.index(), std::move(context)).first->second;
 }
 
@@ -603,6 +607,18 @@ at::Tensor GpuBackend::foundInf(c10::Device device) {
       .options(at::TensorOptions(at::kFloat).device(device))
       .target_device(device)
       .make_tensor();
+}
+
+std::vector<std::vector<OpRecord>> GpuBackend::records(const std::vector<uint64_t>& since) const {
+  std::vector<std::shared_ptr<cuda::GpuCommunicator>> made;
+  {
+    const std::lock_guard lock(made_mutex_);
+    for (const auto& one : made_) made.push_back(one.lock());
+  }
+  std::vector<std::vector<OpRecord>> found(made.size());
+  for (size_t i = 0; i < made.size(); ++i)
+    if (made[i]) found[i] = made[i]->records(i < since.size() ? since[i] : 0);
+  return found;
 }
 
 size_t GpuBackend::bytes() const {

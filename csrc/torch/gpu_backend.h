@@ -98,6 +98,10 @@ class GpuBackend final : public c10d::Backend {
   void check() const;
 
   size_t bytes() const;  // of device memory that the communicators hold
+  // As GpuCommunicator::records, of each communicator in the order in which they were made; one
+  // that is not in `since` is read from its first.  Never waits for a call that is put into a
+  // stream.
+  std::vector<std::vector<OpRecord>> records(const std::vector<uint64_t>& since) const;
 
   // Starts to copy a tensor to the host's memory, for a call that goes through it without a wait.
   // Needs no communicator.
@@ -133,6 +137,8 @@ class GpuBackend final : public c10d::Backend {
   BackendPtr other(const at::Tensor& tensor, const c10d::ReduceOp& op = c10d::ReduceOp::SUM);
   BackendPtr other(const Tensors& tensors) { return other(tensors.at(0)); }
 
+  mutable std::mutex made_mutex_;  // of `made_`
+  std::vector<std::weak_ptr<cuda::GpuCommunicator>> made_;
   const int generation_ = forkGeneration();  // forks before it was made
   const std::shared_ptr<Observer> observer_;
   const MakeCommunicator make_communicator_;

@@ -166,13 +166,14 @@ def _description(group: Followed) -> dict[str, Any]:
         "own": group.rank,
         "meeting": group.meeting,
         "recorder": group.recorder,
+        **({"gpu": group.gpu} if group.gpu >= 0 else {}),
     }
 
 
 _HEADER = {"part": str, "rank": natural, "world_size": natural, "host": str, "boot": str,
            "pid": natural, "job": str, "wall_ns": int, "layout": str, "names": dict}  # fmt: skip
 _GROUP = {"part": str, "group": natural, "name": str, "title": str, "ranks": [natural],
-          "own": natural, "meeting": str, "recorder": natural}  # fmt: skip
+          "own": natural, "meeting": str, "recorder": natural, "gpu?": natural}  # fmt: skip
 _RECORDS = {"part": str, "group": natural, "clock": [int], "operations?": str, "messages?": str,
             "waited?": natural, "lost?": natural}  # fmt: skip
 
@@ -228,6 +229,7 @@ class Group:
     title: str
     ranks: tuple[int, ...]  # as the default group numbers them
     series: dict[int, list[Series]] = field(default_factory=dict)  # by rank, of each recording
+    on_gpus: bool = False  # of GPU operations, whose times have an error of their own
 
     def __str__(self) -> str:
         return self.title
@@ -449,7 +451,8 @@ def _series_of(recording: Recording, line: dict[str, Any], groups: dict[str, Gro
     if line["own"] >= len(ranks) or len(set(ranks)) != len(ranks):
         raise Damaged("its ranks are not those of a group")
     group = groups.setdefault(
-        line["meeting"], Group(line["meeting"], line["name"], line["title"], ranks)
+        line["meeting"],
+        Group(line["meeting"], line["name"], line["title"], ranks, on_gpus="gpu" in line),
     )
     if group.ranks != ranks:
         raise Damaged("its ranks are not those that others tell of the group")
@@ -563,9 +566,13 @@ class Operation:
 
     @property
     def error(self) -> int:
-        """The bound of the error of its arrivals."""
-        known = [self.series[rank].clock(r.arrived_ns) for rank, r in self.records.items()]
-        return max((clock[1] for clock in known if clock), default=0)
+        """The bound of the error of its arrivals, which of GPU operations is that of each more."""
+        known = [
+            (clock, max(0, r.clock_error_ns) if self.group.on_gpus else 0)
+            for rank, r in self.records.items()
+            if (clock := self.series[rank].clock(r.arrived_ns))
+        ]
+        return max((clock[1] + own for clock, own in known), default=0)
 
     @property
     def root(self) -> int:

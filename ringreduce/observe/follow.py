@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -44,6 +44,8 @@ class Group:
         recorder: how records of other groups of this process name it (Why.group).
         backend: ringreduce's.
         group: torch's group.
+        gpu: of the GPU operations of a group, which count for themselves, the number of the GPU
+            among those that this rank has used in it; else -1.
     """
 
     name: str
@@ -54,13 +56,16 @@ class Group:
     recorder: int
     backend: Backend
     group: weakref.ref[dist.ProcessGroup]
+    gpu: int = -1
     _next: int = 0
     _next_message: int = 0
+    _gpus: list[Group] = field(default_factory=list)
 
     @property
     def title(self) -> str:
         words = "" if self.description in ("", "undefined", self.name) else f" ({self.description})"
-        return f"group '{self.name}'{words}"
+        gpus = "" if self.gpu < 0 else f", on GPUs{f', {self.gpu + 1}' if self.gpu else ''}"
+        return f"group '{self.name}'{words}{gpus}"
 
 
 @dataclass
@@ -84,6 +89,7 @@ class Sink(Protocol):
     """Who wants to know.  All of it is called by one thread at a time."""
 
     _period: float  # seconds between two looks
+    _takes_gpus: bool  # GPU operations too
 
     def _wants(self, group: dist.ProcessGroup) -> bool: ...
     def _take_news(self, news: list[News]) -> None: ...  # at each look: of all groups it wants
@@ -114,7 +120,7 @@ class Follower:
                 return
             if not self.sinks:
                 self._groups.clear()
-            self._look()  # what has happened is not for it
+            self._look(sink._takes_gpus)  # what has happened is not for it
             self.sinks.append(sink)
             if self._thread is None:
                 self._ends = threading.Event()
@@ -174,19 +180,28 @@ class Follower:
             if most >= _MANY:
                 pause = min(pause, _POLL_SOON)
 
-    def _look(self) -> int:
-        """Tells the sinks what is new; returns how many records a group had, at most."""
+    def _look(self, gpus: bool = False) -> int:
+        """Tells the sinks what is new; returns how many records a group had, at most.
+
+        `gpus`: it looks at GPU operations though no sink takes them yet.
+        """
+        gpus = gpus or any(sink._takes_gpus for sink in self.sinks)
         found: list[tuple[dist.ProcessGroup, News]] = []
         most = 0
         for group, backend in live_groups():
             # Destroyed a moment ago, or it has no members yet.
             with contextlib.suppress(Error, LookupError, ValueError, RuntimeError):
                 news = self._news_of(group, backend)
-                most = max(most, (len(news.operations) + len(news.messages)) // LAYOUT.size)
                 found.append((group, news))
+                # Who reads these makes the calls tell when they begin.
+                found += [(group, one) for one in self._gpu_news_of(news.group)] if gpus else []
+        for _, news in found:
+            most = max(most, (len(news.operations) + len(news.messages)) // LAYOUT.size)
         for sink in list(self.sinks):
             with self._dropping(sink):
-                sink._take_news([news for group, news in found if sink._wants(group)])
+                wanted = [(group, news) for group, news in found if sink._wants(group)]
+                all_kinds = sink._takes_gpus
+                sink._take_news([news for _, news in wanted if all_kinds or news.group.gpu < 0])
         return most
 
     def _news_of(self, group: dist.ProcessGroup, backend: Backend) -> News:
@@ -210,6 +225,18 @@ class Follower:
         known._next += _read_on(operations, known._next)
         known._next_message += _read_on(messages, known._next_message)
         return News(known, operations, messages, lost)
+
+    def _gpu_news_of(self, group: Group) -> Iterator[News]:
+        """That of its GPU operations, by GPU."""
+        known = group._gpus
+        raw = extension().gpu_records(group.backend, [one._next for one in known])
+        for number in range(len(known), len(raw)):
+            meeting = f"{group.meeting}/gpu{number}"
+            known.append(replace(group, meeting=meeting, recorder=0, gpu=number, _next=0, _gpus=[]))
+        for one, records in zip(known, map(_over, raw), strict=True):
+            lost = _lost(records, one._next)
+            one._next += _read_on(records, one._next)
+            yield News(one, records, b"", lost)
 
     @contextlib.contextmanager
     def _dropping(self, sink: Sink) -> Iterator[None]:

@@ -3,8 +3,8 @@
     for record in ringreduce.records(group):
         print(record, record.last_rank, record.late_ms)
 
-The records are always kept, the last 4,096 operations and as many messages of a group.  Operations
-on CUDA tensors that do not go through the host have none.
+The records are always kept, the last 4,096 operations and as many messages of a group.  Those of
+operations on CUDA tensors that do not go through the host are kept apart: the timeline shows them.
 """
 
 from __future__ import annotations

@@ -155,6 +155,7 @@ class straggler_detection:
     """
 
     _period = 0.01
+    _takes_gpus = False  # a rank's records of them tell of this rank alone
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, log: bool = True) -> None:
         own = ringreduce_group(group, again=False)

@@ -104,6 +104,54 @@ TEST(operations_that_nobody_waits_for_are_asked_for_seldom) {
       named());
 }
 
+// As of operations on CPU tensors; one that nothing tells the begin of has some time of its wait.
+TEST(operations_leave_records) {
+  ranks::inGroup(
+      2,
+      [](Group& group) {
+        Rank rank(group);
+        Watchdog& watchdog = rank.watchdog();
+        CHECK(!watchdog.isFollowed());
+        std::atomic<bool> begins = false, ends = false;
+        watchdog.announce({.count = 10,
+                           .kind = Kind::kAllReduce,
+                           .dtype = DType::kFloat32,
+                           .op = static_cast<uint8_t>(ReduceOp::kSum)});
+        const Nanos called = monotonicNow();
+        watchdog.track(kLong, [&] { return ends.load(); }, {}, [&] { return begins.load(); });
+        watchdog.announce({.count = 3, .kind = Kind::kAllGather, .dtype = DType::kInt64});
+        watchdog.track(kLong, [] { return true; });
+
+        std::vector<OpRecord> records = watchdog.records(0);
+        CHECK(watchdog.isFollowed());
+        CHECK(records.size() == 2);
+        CHECK(records[0].state == OpRecord::State::kQueued && records[0].arrived == 0);
+        CHECK(records[1].state == OpRecord::State::kQueued && records[1].index == 1);
+
+        const Nanos before = monotonicNow();
+        begins = true;
+        while (watchdog.records(0)[0].state != OpRecord::State::kRuns) std::this_thread::yield();
+        ends = true;
+        CHECK(watchdog.wait(kLong));
+
+        records = watchdog.records(0);
+        CHECK(records.size() == 2 && watchdog.records(1).size() == 1);
+        const OpRecord& first = records[0];
+        CHECK(first.state == OpRecord::State::kDone && first.sequence == 0 && first.bytes == 40);
+        CHECK(first.kind == Kind::kAllReduce && first.dtype == DType::kFloat32);
+        CHECK(first.op == static_cast<uint8_t>(ReduceOp::kSum) && first.root == kNoRoot);
+        CHECK(first.posted <= monotonicNow() && first.posted >= called - kSecond);
+        CHECK(first.arrived >= before && first.arrived - first.clock_error <= first.done);
+        CHECK(first.clock_error >= 0 && first.done >= first.arrived);
+        const OpRecord& second = records[1];
+        CHECK(second.state == OpRecord::State::kDone && second.sequence == 1);
+        CHECK(second.kind == Kind::kAllGather && second.bytes == 2 * 3 * sizeof(int64_t));
+        CHECK(second.arrived == first.done && second.clock_error == second.done - second.arrived);
+        CHECK(watchdog.settle(kLong));
+      },
+      named());
+}
+
 // Settling is what makes it safe to free memory that peers write to.
 TEST(settling_waits_for_the_slowest_rank) {
   std::atomic<bool> slow_is_done = false;

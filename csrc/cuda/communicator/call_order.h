@@ -44,6 +44,14 @@ class CallOrder {
     always_->holdBackReplays(stream);
   }
 
+  // The event of a call's begin, behind what it waits for; null inside a capture.
+  std::shared_ptr<Event> mark(cudaStream_t stream) {
+    if (captureOf(stream)) return nullptr;
+    auto event = events_.take();
+    event->record(stream);
+    return event;
+  }
+
   // The call is in its stream.  Returns the event of its end; null inside a capture, where nothing
   // runs yet and no event tells when it will have.
   std::shared_ptr<Event> leave(cudaStream_t stream) {

@@ -21,6 +21,7 @@
 #include "base/clock.h"
 #include "base/dtype.h"
 #include "cuda/kernels/collective_kernel.h"
+#include "epoch/recorder.h"
 #include "transport/shm/page.h"
 
 struct CUstream_st;  // cudaStream_t is a pointer to one
@@ -154,6 +155,10 @@ class GpuCommunicator {
   virtual void abort(const std::string& why) = 0;
 
   virtual size_t bytes() const = 0;  // of device memory held
+
+  // Records of its operations, as Recorder::since; then of those that are not over.  Calls of
+  // replayed CUDA graphs have none.
+  virtual std::vector<OpRecord> records(uint64_t since) const = 0;
 };
 
 }  // namespace ringreduce::cuda

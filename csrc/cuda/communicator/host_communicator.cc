@@ -220,6 +220,10 @@ std::shared_ptr<Local> HostCommunicator::local() const {
 void HostCommunicator::check() {
   state_->watchdog->check();
 }
+std::vector<OpRecord> HostCommunicator::records(uint64_t since) const {
+  return state_->watchdog->records(since);
+}
+
 bool HostCommunicator::wait(Nanos longest) {
   return state_->watchdog->wait(longest);
 }
@@ -409,9 +413,14 @@ RankCall HostCommunicator::State::rankCall(const Call& call, uint64_t number) co
   return of_rank;
 }
 
-HostCommunicator::State::Begun HostCommunicator::State::begin(const Told& told) {
-  const Begun call{watchdog->announce(told.what), std::make_shared<CallEnd>(device)};
-  watchdog->track(told.timeout, [end = call.end] { return end->isReached(); }, told.label);
+HostCommunicator::State::Begun HostCommunicator::State::begin(const Told& told, bool marked) {
+  const Begun call{watchdog->announce(told.what), std::make_shared<CallEnd>(device),
+                   marked ? std::make_shared<CallEnd>(device) : nullptr};
+  const auto reached = [](const std::shared_ptr<CallEnd>& point) -> Watchdog::Reached {
+    if (!point) return nullptr;
+    return [point] { return point->isReached(); };
+  };
+  watchdog->track(told.timeout, reached(call.end), told.label, reached(call.start));
   return call;
 }
 

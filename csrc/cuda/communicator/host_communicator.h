@@ -72,6 +72,7 @@ class HostCommunicator final : public GpuCommunicator {
   void abort(const std::string& why) override;
 
   size_t bytes() const override;
+  std::vector<OpRecord> records(uint64_t since) const override;
   const Tuning& tuning() const;
   const Device& device() const;
   MemoryAccess access() const;    // to peers' memory

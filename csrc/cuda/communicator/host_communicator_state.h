@@ -82,8 +82,10 @@ struct HostCommunicator::State {
   struct Begun {
     uint64_t number;
     std::shared_ptr<CallEnd> end;
+    std::shared_ptr<CallEnd> start;  // null: nobody wants to know
   };
-  Begun begin(const Told& told);
+  // `marked`: the caller sets `start`.
+  Begun begin(const Told& told, bool marked = false);
   void finish(CallEnd& end, cudaStream_t stream);
   // Ends a call of which parts may be in the stream.
   void finishRest(CallEnd& end, cudaStream_t stream);
@@ -173,12 +175,14 @@ struct HostCommunicator::State {
 template <class Put>
 void HostCommunicator::State::dispatch(const Told& told, cudaStream_t stream, Put&& put) {
   const Range range(told.what.kind);
-  const Begun call = begin(told);
+  const Begun call = begin(told, watchdog->isFollowed());
   try {
     order.follow(stream);
+    if (call.start) call.start->set(order.mark(stream));
     put(call.number);
     finish(*call.end, stream);
   } catch (const Error& error) {
+    if (call.start) call.start->set(nullptr);
     finishRest(*call.end, stream);
     giveUp(error, told.label);
   }

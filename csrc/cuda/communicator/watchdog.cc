@@ -77,11 +77,19 @@ void Watchdog::track(Nanos timeout, Reached finished, Label label, Reached begun
     const std::lock_guard lock(mutex_);
     was_idle = under_way_.empty();
     if (was_idle) head_ = headClock();
+    if (const uint32_t step = training_step.load(std::memory_order_relaxed); step != step_) {
+      step_ = step;
+      bucket_ = 0;
+    }
     under_way_.push_back({.what = latest_,
                           .timeout = timeout,
                           .begun = std::move(begun),
                           .finished = std::move(finished),
-                          .label = std::move(label)});
+                          .label = std::move(label),
+                          .posted = monotonicNow(),
+                          .step = step_,
+                          .bucket = bucket_});
+    if (latest_.kind == Kind::kAllReduce) ++bucket_;
     ranks_->advance(finished_, under_way_);
   }
   if (was_idle) changed_.notify_all();
@@ -204,6 +212,7 @@ void Watchdog::collect() {
     }
     Reached begun = under_way_.front().begun_at ? nullptr : under_way_.front().begun;
     Reached finished = under_way_.front().finished;
+    const bool tells_begin = under_way_.front().begun != nullptr;
     lock.unlock();
     bool is_begun = false, is_finished = false;
     std::string gpu_error;
@@ -220,13 +229,20 @@ void Watchdog::collect() {
       continue;
     }
     StreamOperation& head = under_way_.front();
+    const Nanos seen = monotonicNow();
+    if (!is_begun) looked_at_ = seen;
     if (is_begun && head.begun_at == 0) {
       head.begun_at = now();
+      if (tells_begin) {
+        head.arrived = seen;
+        head.error = seen - std::max({head.posted, closed_at_, looked_at_});
+      }
       if (!is_finished) ranks_->advance(finished_, under_way_);
     }
     if (is_finished) {
       // No result of an operation in which ranks differ may be taken for right.
       if (!group_.failed()) look();
+      close(under_way_.front(), group_.failed());
       finished_ = under_way_.front().what.sequence + 1;
       under_way_.pop_front();
       head_ = headClock();
@@ -247,6 +263,7 @@ void Watchdog::collect() {
 
 // After a failure of the GPU, which then finishes nothing more, and touches no memory.
 void Watchdog::giveUp(const std::string& why) {
+  for (const StreamOperation& operation : under_way_) close(operation, true);
   under_way_.clear();
   finished_ = announced_;
   ranks_->advance(finished_, under_way_);
@@ -258,6 +275,56 @@ void Watchdog::giveUp(const std::string& why) {
     // As in look().
   }
   release();
+}
+
+// ---- records
+
+std::vector<OpRecord> Watchdog::records(uint64_t since) {
+  read_at_ = monotonicNow();
+  const std::lock_guard lock(mutex_);
+  std::vector<OpRecord> found = records_.since(since);
+  uint64_t index = records_.next();
+  for (const StreamOperation& operation : under_way_) {
+    found.push_back(recordOf(operation));
+    found.back().index = index++;
+  }
+  return found;
+}
+
+OpRecord Watchdog::recordOf(const StreamOperation& operation) const {
+  const OpSignature& what = operation.what;
+  const bool of_parts = what.kind == Kind::kAllGather || what.kind == Kind::kReduceScatter;
+  const auto parts = static_cast<uint64_t>(of_parts ? group_.size() : 1);
+  OpRecord record{.sequence = what.sequence,
+                  .bytes = what.count * sizeOf(what.dtype) * parts,
+                  .posted = operation.posted,
+                  .arrived = operation.arrived,
+                  .step = operation.step,
+                  .bucket = operation.bucket,
+                  .known = 1,
+                  .root = what.root,
+                  .kind = what.kind,
+                  .dtype = what.dtype,
+                  .op = what.op};
+  record.state = operation.arrived ? OpRecord::State::kRuns : OpRecord::State::kQueued;
+  record.first = record.median = record.arrived;
+  record.clock_error = operation.error;
+  return record;
+}
+
+// With the lock held, and so by one thread at a time.  Without an event of its begin, the operation
+// has begun at some time since the one before it ended.
+void Watchdog::close(const StreamOperation& operation, bool failed) {
+  OpRecord record = recordOf(operation);
+  record.index = records_.next();
+  record.done = monotonicNow();
+  record.state = failed ? OpRecord::State::kFailed : OpRecord::State::kDone;
+  if (record.arrived == 0) {
+    record.arrived = record.first = record.median = std::max(record.posted, closed_at_);
+    record.clock_error = record.done - record.arrived;
+  }
+  closed_at_ = record.done;
+  records_.end(record);
 }
 
 // One round.  The next call raises the group's error.

@@ -14,6 +14,7 @@
 // It makes no CUDA call itself, so it is tested without a GPU.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <functional>
@@ -42,6 +43,10 @@ struct StreamOperation {
   Reached begun, finished;  // `begun` may be null
   Label label;
   Nanos begun_at = 0;
+  // Of its record, in CLOCK_MONOTONIC: when it was tracked, and when it was seen to have begun, at
+  // most `error` after it had; 0: it has not, or nothing tells.
+  Nanos posted = 0, arrived = 0, error = 0;
+  uint32_t step = 0, bucket = 0;
 };
 
 // The other ranks, as the watchdog sees them, and the waits that it can end.
@@ -114,6 +119,12 @@ class Watchdog {
   // From now on operations may run that no host is told of (a CUDA graph's): never sleep for long.
   void stayAwake();
 
+  // The records from index `since` on, as Recorder's; then those of operations that are not over.
+  std::vector<OpRecord> records(uint64_t since);
+  // Whether somebody reads the records again and again: then it is worth an event for each
+  // operation to know when it begins.
+  bool isFollowed() const { return monotonicNow() - read_at_ < kSecond; }
+
   // Throws the group's error, if there is one by now.
   void check();
   // Waits, in a user's thread, until all operations are done; returns false after `longest`.
@@ -144,6 +155,8 @@ class Watchdog {
   bool isAwaited() const;
   Finding blame(const OpSignature& what, int waited_for) const;
   std::string labelOf(uint64_t number) const;
+  OpRecord recordOf(const StreamOperation& operation) const;
+  void close(const StreamOperation& operation, bool failed);
 
   Group& group_;
   const std::shared_ptr<Epoch> epoch_ = group_.epoch();
@@ -157,6 +170,10 @@ class Watchdog {
   Nanos awaited_at_ = 0;  // when a user's thread last waited
   Nanos next_roll_call_ = 0, next_probe_ = 0, lost_since_ = 0;
   bool awake_ = false, aborted_ = false, stopping_ = false;
+  Recorder records_{Recorder::OfMessages{}, group_.recorder()};
+  std::atomic<Nanos> read_at_{-kSecond};  // when `records` was called last
+  Nanos looked_at_ = 0, closed_at_ = 0;   // the oldest had not begun; the one before it ended
+  uint32_t step_ = 0, bucket_ = 0;
   std::thread watching_, collecting_;
 };
 

@@ -242,6 +242,10 @@ std::shared_ptr<Local> InterNodeCommunicator::local() const {
 void InterNodeCommunicator::check() {
   state_->watchdog->check();
 }
+std::vector<OpRecord> InterNodeCommunicator::records(uint64_t since) const {
+  return state_->watchdog->records(since);
+}
+
 bool InterNodeCommunicator::wait(Nanos longest) {
   State& s = *state_;
   if (!s.watchdog->wait(longest)) return false;

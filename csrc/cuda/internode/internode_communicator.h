@@ -60,6 +60,7 @@ class InterNodeCommunicator final : public GpuCommunicator {
   void abort(const std::string& why) override;
 
   size_t bytes() const override;  // the local communicator's too
+  std::vector<OpRecord> records(uint64_t since) const override;
 
  private:
   struct State;

@@ -1,0 +1,119 @@
+"""GPU operations leave records, which the timeline shows beside those of CPU tensors."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from conftest import Machine
+from gpu_jobs import Gate, use_gpu
+from pool import Rank
+
+import ringreduce
+from ringreduce.core.backend import backend_of, extension
+from ringreduce.observe import report
+from ringreduce.observe.files import Operation, load, operations
+from ringreduce.observe.record import Record, parse
+
+
+def gpu_records() -> list[Record]:
+    return parse(extension().gpu_records(backend_of(dist.group.WORLD), [])[0])
+
+
+def finished() -> list[Record]:
+    """The same once all are over, which a thread notices soon."""
+    torch.cuda.synchronize()
+    until = time.monotonic() + 60
+    while True:
+        found = gpu_records()
+        if all(one.state not in ("queued", "running") for one in found):
+            return found
+        assert time.monotonic() < until, found
+        time.sleep(0.001)
+
+
+def calls(me: Rank) -> None:
+    device = use_gpu(me)
+    x = torch.ones(1000, device=device)
+    for call in range(4):
+        dist.all_reduce(x)
+        parts = torch.empty(1000 * me.world_size, device=device)
+        dist.all_gather_into_tensor(parts, x, async_op=call % 2 == 0)
+        dist.broadcast(x, src=1)
+    found = finished()
+    assert [one.kind for one in found] == ["all_reduce", "all_gather", "broadcast"] * 4
+    assert [one.sequence for one in found] == list(range(12))
+    for one in found:
+        assert one.state == "done"
+        assert one.dtype == "float32"
+        assert one.bytes == (4000 * me.world_size if one.kind == "all_gather" else 4000)
+        assert one.root == (1 if one.kind == "broadcast" else -1)
+        assert one.posted_ns <= one.done_ns
+        assert one.arrived_ns <= one.done_ns
+        assert one.clock_error_ns >= 0
+    # Those of CPU tensors are not among them.
+    dist.all_reduce(torch.ones(3))
+    assert len(gpu_records()) == 12
+
+
+def test_gpu_operations_leave_records(machine: Machine) -> None:
+    machine.run(calls, 2)
+
+
+def held(me: Rank) -> None:
+    """A call behind work that does not end is queued, and begins when that ends."""
+    device = use_gpu(me)
+    x = torch.ones(1000, device=device)
+    dist.all_reduce(x)
+    torch.cuda.synchronize()
+    gpu_records()  # who reads them wants to know when calls begin
+    gate = Gate()
+    dist.all_reduce(x)
+    queued = gpu_records()[-1]
+    assert queued.state == "queued"
+    assert queued.arrived_ns == 0
+    gate.open()
+    done = finished()[-1]
+    assert done.sequence == queued.sequence
+    assert done.state == "done"
+    assert done.arrived_ns > queued.posted_ns
+
+
+def test_a_call_behind_other_work_is_queued(machine: Machine) -> None:
+    machine.run(held, 2)
+
+
+def late(me: Rank, folder: Path) -> None:
+    """Rank 1 comes late to a call by work in its stream, though its host calls in time."""
+    device = use_gpu(me)
+    x = torch.ones(1000, device=device)
+    dist.all_reduce(x)
+    finished()  # this one is not for the timeline
+    dist.barrier()
+    with ringreduce.timeline(folder):
+        dist.all_reduce(torch.ones(3))
+        gate = Gate() if me.rank == 1 else None
+        dist.all_reduce(x)
+        dist.all_reduce(torch.ones(3))  # all have called
+        if gate is not None:
+            time.sleep(0.5)
+            gate.open()
+        finished()
+
+
+def test_the_timeline_shows_who_came_late_to_a_gpu_operation(
+    machine: Machine, tmp_path: Path
+) -> None:
+    machine.run(late, 2, tmp_path)
+    job = load(tmp_path).job()
+    found: list[Operation] = [one for one in operations(job) if one.group.on_gpus]
+    (operation,) = found
+    assert "on GPUs" in str(operation.group)
+    assert operation.any_record.kind == "all_reduce"
+    assert len(operation.records) == 2
+    assert operation.last() == 1
+    assert operation.wait(0) > 300e6
+    assert any(not one.group.on_gpus for one in operations(job))
+    assert "on GPUs" in report.summary_text(job, [])
