@@ -31,7 +31,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, ClassVar
@@ -87,7 +87,8 @@ class _Group:
     """What a dump needs of a group, in a moment: its records are still bytes.
 
     `ranks` are the global ranks, in the order of the group's own; `clock` is how many nanoseconds
-    this host's clock is ahead of the group's, and the bound of its error.
+    this host's clock is ahead of the group's, and the bound of its error; `of` is the name of the
+    group whose GPU operations these are, which count for themselves.
     """
 
     name: str
@@ -100,6 +101,7 @@ class _Group:
     clock: tuple[int, int]
     failed: bool
     timeout_ms: int
+    of: str = ""
 
 
 # ---- the groups
@@ -110,14 +112,14 @@ def _live_groups() -> Iterator[tuple[dist.ProcessGroup, Backend]]:
     return (pair for pair in live_groups() if extension().is_connected(pair[1]))
 
 
-def _copy(group: dist.ProcessGroup, backend: Backend) -> _Group | None:
-    """Takes what a dump needs of a group; None if another thread has just destroyed it."""
+def _copy(group: dist.ProcessGroup, backend: Backend) -> list[_Group]:
+    """Takes what a dump needs of a group; nothing if another thread has just destroyed it."""
     numbers = dist.distributed_c10d._world.pg_group_ranks.get(group)
     if numbers is None:
-        return None
+        return []
     core = extension()
     try:
-        return _Group(
+        own = _Group(
             name=group.group_name,
             desc=group.group_desc,
             meeting=core.meeting(backend),
@@ -129,8 +131,14 @@ def _copy(group: dist.ProcessGroup, backend: Backend) -> _Group | None:
             failed=core.has_failed(backend),
             timeout_ms=int(core.timeout_seconds(backend) * 1000),
         )
+        of_gpus: list[bytes] = getattr(core, "gpu_records", lambda *_: [])(backend, [])
     except errors.Error:
-        return None
+        return []
+    return [own] + [
+        replace(own, name=f"{own.name}, on GPUs{f', {number + 1}' if number else ''}", of=own.name,
+                meeting=f"{own.meeting}/gpu{number}", raw=raw, raw_messages=b"")
+        for number, raw in enumerate(of_gpus)
+    ]  # fmt: skip
 
 
 def _records_of(group: _Group) -> list[Record]:
@@ -278,6 +286,7 @@ def _document(groups: list[_Group], about: dict[str, Any]) -> dict[str, Any]:
                     "clock_ahead_ns": group.clock[0],
                     "clock_error_ns": group.clock[1],
                     "left_out": left_out[group.name],
+                    "of": group.of,
                 }
                 for group in groups
             }
@@ -326,7 +335,7 @@ _FRAMES = [{"name": str, "filename": str, "line": (int, type(None))}]
 _ERROR = {"type": str, "text": str, "of_a_group": bool, "time_ns": natural, "frames?": _FRAMES}
 _OF_A_GROUP = {"group": str, "rank": (int, type(None))}
 _CONFIG = {"desc": str, "ranks": _is_ranks}
-_GROUP = {"clock_ahead_ns": _signed, "clock_error_ns": _signed, "meeting?": str}
+_GROUP = {"clock_ahead_ns": _signed, "clock_error_ns": _signed, "meeting?": str, "of?": str}
 _RECORD = (
     dict.fromkeys(("group", "kind", "dtype", "op", "codec", "state"), str)
     | dict.fromkeys(("sequence", "elements", "posted_ns", "arrived_ns", "done_ns"), natural)
@@ -537,7 +546,7 @@ def _take(
     folder: str | os.PathLike[str], reason: str, error: dict[str, Any] | None = None
 ) -> tuple[str, Any]:
     """The path of a dump of this moment, and what writes it."""
-    groups = [copy for pair in _live_groups() if (copy := _copy(*pair)) is not None]
+    groups = [copy for pair in _live_groups() for copy in _copy(*pair)]
     about, number = _about(reason, error), next(_numbers)
     path = os.path.join(os.fspath(folder), f"{PREFIX}{about['rank']}")
 

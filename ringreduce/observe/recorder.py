@@ -196,6 +196,7 @@ class _Group:
 
 def _groups_of(dumps: dict[int, Dump]) -> list[_Group]:
     groups: dict[tuple[str, str], _Group] = {}
+    on_gpus: dict[tuple[str, str], tuple[str, str]] = {}  # the group that each belongs to
     for rank, dump in dumps.items():
         about = dump["ringreduce"]
         here: dict[str, _Group] = {}
@@ -208,6 +209,8 @@ def _groups_of(dumps: dict[int, Dump]) -> list[_Group]:
             here[name].to_common[rank] = _to_common_clock(dumps, name, about)
             here[name].dumped[rank] = about["monotonic_ns"] + here[name].to_common[rank]
             here[name].unsure.update([rank] if dump.get("damaged") else [])
+            if of := about["groups"][name].get("of"):
+                on_gpus[key] = of, config["ranks"]
         for entry in dump["entries"]:
             own = entry["ringreduce"]
             group = here[own["group"]]
@@ -218,6 +221,13 @@ def _groups_of(dumps: dict[int, Dump]) -> list[_Group]:
                 group.messages[rank].append(call)
             else:
                 group.calls[rank][own["sequence"]] = call
+    # A rank that has used no GPU has called nothing there.
+    for key, of_key in on_gpus.items():
+        group, base = groups[key], groups.get(of_key, groups[key])
+        for rank in base.calls.keys() - group.calls.keys():
+            group.calls[rank], group.messages[rank] = {}, []
+            group.to_common[rank], group.dumped[rank] = base.to_common[rank], base.dumped[rank]
+            group.unsure.update(base.unsure & {rank})
     return list(groups.values())
 
 

@@ -1,7 +1,8 @@
-"""GPU operations leave records, which the timeline shows beside those of CPU tensors."""
+"""GPU operations leave records, which the timeline and dumps show beside those of CPU tensors."""
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from pool import Rank
 
 import ringreduce
 from ringreduce.core.backend import backend_of, extension
-from ringreduce.observe import report
+from ringreduce.observe import recorder, report
 from ringreduce.observe.files import Operation, load, operations
 from ringreduce.observe.record import Record, parse
 
@@ -117,3 +118,49 @@ def test_the_timeline_shows_who_came_late_to_a_gpu_operation(
     assert operation.wait(0) > 300e6
     assert any(not one.group.on_gpus for one in operations(job))
     assert "on GPUs" in report.summary_text(job, [])
+
+
+def stay_away(me: Rank, folder: Path) -> None:
+    """Rank 1 has not called when both dump; in the end all have."""
+    device = use_gpu(me)
+    x = torch.ones(1000, device=device)
+    dist.all_reduce(x)
+    finished()
+    if me.rank == 0:
+        work = dist.all_reduce(x, async_op=True)
+        until = time.monotonic() + 60
+        while gpu_records()[-1].state != "running":
+            assert time.monotonic() < until
+            time.sleep(0.001)
+    dist.all_reduce(torch.ones(3))
+    ringreduce.dump_records(folder / "away")
+    dist.all_reduce(torch.ones(3))
+    if me.rank == 0:
+        work.wait()  # type: ignore[union-attr]
+    else:
+        dist.all_reduce(x)
+    finished()
+    ringreduce.dump_records(folder / "ended")
+
+
+def test_dumps_name_a_rank_that_did_not_call(machine: Machine, tmp_path: Path) -> None:
+    machine.run(stay_away, 2, tmp_path)
+    dumps = recorder.load(tmp_path / "away")
+    name = f"{next(iter(dumps[0]['ringreduce']['groups']))}, on GPUs"
+    finding = recorder.find(dumps)
+    assert finding is not None
+    assert (finding.group, finding.ranks) == (name, (1,))
+    said = rf"Rank 1 did not come to operation #\d+ of group '{name}' .*: rank 0 called all_reduce"
+    assert re.match(said, finding.what), finding.what
+    # The same of a rank that has never used a GPU.
+    groups = dumps[1]["ringreduce"]["groups"]
+    dumps[1]["entries"] = [e for e in dumps[1]["entries"] if e["ringreduce"]["group"] != name]
+    del groups[name]
+    finding = recorder.find(dumps)
+    assert finding is not None
+    assert (finding.group, finding.ranks) == (name, (1,))
+    ended = recorder.load(tmp_path / "ended")
+    assert recorder.find(ended) is None
+    of_gpus = [e for e in ended[1]["entries"] if e["ringreduce"]["group"] == name]
+    assert len(of_gpus) >= 2
+    assert {entry["state"] for entry in of_gpus} == {"completed"}
