@@ -131,7 +131,7 @@ def _copy(group: dist.ProcessGroup, backend: Backend) -> list[_Group]:
             failed=core.has_failed(backend),
             timeout_ms=int(core.timeout_seconds(backend) * 1000),
         )
-        of_gpus: list[bytes] = getattr(core, "gpu_records", lambda *_: [])(backend, [])
+        of_gpus: list[bytes] = core.gpu_records(backend, [])
     except errors.Error:
         return []
     return [own] + [

@@ -185,6 +185,7 @@ TEST(an_interrupt_ends_it_for_all) {
       2,
       [](Rank& rank) {
         rank.start(100);
+        rank.group.run({Barrier{}});  // both have started
         interrupted = rank.group.rank() == 0;
         try {
           CHECK(rank.ends("interrupted while it waited for GPU operations") == Failure::kAborted);

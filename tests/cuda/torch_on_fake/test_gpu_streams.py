@@ -330,6 +330,7 @@ def ahead(me: Rank) -> None:
     """A root's broadcasts are over while its reader's stream stands still."""
     device = ready(me)
     works = [torch.full((5000,), me.rank + 1.0 + 10 * k, device=device) for k in range(2)]
+    dist.broadcast(torch.zeros(8, device=device), 0)  # the set-up waits for the GPU
     torch.cuda.synchronize()
     gate = Gate() if me.rank == 1 else None
     for x in works:
