@@ -11,7 +11,9 @@
 //                   (collectives/collectives.h), whatever the algorithm
 //   hierarchy       between hosts.  `choose` is asked with it among the candidates; a coded
 //                   all_reduce takes it unless the user named another (`Hierarchy::run`).
-//   algorithm       `choose`.  What a user names counts for all_reduce, where it can be had.
+//   algorithm       `choose`.  What a user names counts for all_reduce, where it can be had.  The
+//                   other two kinds with a hierarchy take it always if the user names it, by its
+//                   cost if nothing is named, and else never.
 //
 // Inside a host every byte goes through the caches, so cost is counted in passes over the message:
 // bytes that one rank reads and writes, for a message of S bytes and P ranks.
@@ -52,7 +54,8 @@
 // inputs) or ring (a reduce-scatter, and a gather to the root); a broadcast down a tree or, in
 // slices, down a chain.
 //
-// In the order of ranks (algorithm/cut.h) ring and hierarchical cannot add, and are not chosen.
+// In the order of ranks (algorithm/cut.h) ring and hierarchical cannot add, and are not chosen for
+// exact calls that add.
 #pragma once
 
 #include <algorithm>

@@ -14,7 +14,8 @@
 //   joining           the group's: State._ask, in ringreduce/elastic.py
 //   leaving           the group's: Messenger::stop.  It is logged, and what was not sent fails.
 //   a GPU's kernel    the operation's, by the GPU's clock: Guard::ending (cuda/kernels/guard.h)
-//   a GPU's stream    the operation's: Watchdog::checkDeadlines, which throws for the kernel too.
+//   a GPU's stream    the operation's: Watchdog::checkDeadlines fails the group, for the kernel
+//                     too; Watchdog::check and wait, and the next call, throw.
 //                     Who is late is said by cuda/communicator/host_ranks.cc, or between hosts by
 //                     cuda/internode/remote_ranks.cc and, in NCCL, nccl_ring.cc and nccl.cc.
 //   a host for a GPU  what the caller gave, else the group's: torch/gpu_backend.cc

@@ -19,9 +19,10 @@ namespace ringreduce {
 // What a lost rank means for a group: it fails, or goes on without it.
 enum class OnLoss : uint8_t { kError, kContinue };
 
-// Rank 0's values hold for all.  On one host its invitation carries them (Meeting::publish and
-// join, in rendezvous.cc); between hosts each rank tells its own (HostLinks::open), and all take
-// rank 0's (HostLinks::readOptions).
+// Rank 0's values hold for all; of slot_bytes and slots between hosts each host's lowest rank's
+// (HostLinks::localOptions), and `encrypted` must be the same there.  On one host its invitation
+// carries them (Meeting::publish and join, in rendezvous.cc); between hosts each rank tells its own
+// (HostLinks::open), and all take rank 0's (HostLinks::readOptions).
 struct SharedOptions {
   Algorithm algorithm = Algorithm::kAuto;  // RINGREDUCE_ALGORITHM
   size_t slot_bytes = 128 << 10;           // RINGREDUCE_SLOT_BYTES

@@ -19,13 +19,15 @@
 //   it is stopped or silent at   SharedView::evict, which kills it or leaves it out, or
 //     a deadline                 Arbiter::poll between hosts, for a group that goes on
 //   its host is lost, or it      the control ring (control/control.cc): MirrorView::onPeersLost,
-//     ended on another host      and then the wait that needs its data
+//     ended, between hosts       and then the wait that needs its data; in the stages of the
+//                                hierarchy inside a host Hierarchy::Inside::poll
 //   its connection for data is   the transport: WaitGuard::broken, idle
 //     broken
 //   that for messages is broken  MirrorView::onDisconnect, after limits::kNewsOfRing
 //   amid a GPU operation         the watchdog (cuda/communicator), and between hosts RemoteRanks;
 //                                amid one of torch's NCCL InnerNccl (torch/inner_nccl.h)
-//   while a group is made        bootstrap/rendezvous.cc and host_memory.cc: before the arbiter
+//   while a group is made        bootstrap/rendezvous.cc, host_memory.cc and, between hosts,
+//                                host_links.cc: before the arbiter
 //
 // The arbiter decides what follows: the epoch fails, or goes on without that rank.  Who is left out
 // of the next epoch is decided by Recovery::agree (survival/recovery.cc).
