@@ -1,5 +1,5 @@
 // All environment variables of ringreduce: the table of all, and a struct of those that C++ reads.
-// No other C++ file reads the environment; Python reads its own variables (os.environ).
+// No other C++ file reads ringreduce's variables; Python reads its own variables (os.environ).
 //
 // `Config::read()` never throws.  A bad value raises its error when a layer takes it (`get`), so
 // that the error occurs where the other ranks can be informed.  Read it once for each group: users

@@ -16,8 +16,9 @@
 //   a GPU's kernel    the operation's, by the GPU's clock: Guard::ending (cuda/kernels/guard.h)
 //   a GPU's stream    the operation's: Watchdog::checkDeadlines fails the group, for the kernel
 //                     too; Watchdog::check and wait, and the next call, throw.
-//                     Who is late is said by cuda/communicator/host_ranks.cc, or between hosts by
-//                     cuda/internode/remote_ranks.cc and, in NCCL, nccl_ring.cc and nccl.cc.
+//                     On one host cuda/communicator/host_ranks.cc names the late rank.  Between
+//                     hosts cuda/internode/remote_ranks.cc does, and nccl_ring.cc and nccl.cc for
+//                     a wait in NCCL.
 //   a host for a GPU  what the caller gave, else the group's: torch/gpu_backend.cc
 //   Work.wait         what the caller gave: torch/work.cc; the operation goes on
 //

@@ -197,8 +197,10 @@ void HostLeader::failAll(const Reason& reason, const Poll& poll) {
         proves(caller, decode(packet.bytes));
       if (caller.proven && !caller.told) tellFailure(caller, reason);
     }
-    if (std::ranges::count(callers_, true, &Caller::told) >= ranks_.size - 1) return;
-    if (const std::vector<int> late = missing(); !late.empty()) poll(late, "join");
+    const std::vector<int> late = missing();
+    if (late.empty() || std::ranges::count(callers_, true, &Caller::told) >= ranks_.size - 1)
+      return;
+    poll(late, "join");
   }
 }
 

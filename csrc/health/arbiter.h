@@ -29,8 +29,8 @@
 //   while a group is made        bootstrap/rendezvous.cc, host_memory.cc and, between hosts,
 //                                host_links.cc: before the arbiter
 //
-// The arbiter decides what follows: the epoch fails, or goes on without that rank.  Who is left out
-// of the next epoch is decided by Recovery::agree (survival/recovery.cc).
+// Then the arbiter decides: the epoch fails, or goes on without that rank.  Recovery::agree
+// (survival/recovery.cc) decides which ranks the next epoch leaves out.
 //
 // The first cause wins, and all ranks raise its error (health/verdict.h).  A failure is final: the
 // group cannot be used any more.

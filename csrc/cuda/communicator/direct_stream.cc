@@ -271,7 +271,8 @@ void HostCommunicator::State::direct(const GpuBroadcast& call, cudaStream_t stre
 
 namespace {
 
-// Waits for what is in a stream now.
+// Waits for what is in a stream now.  It has no deadline: only the thread that gives memory back
+// waits here, and memory that a GPU may still use must not be given back.
 void await(cudaStream_t stream) {
   constexpr auto kLook = std::chrono::milliseconds(2);
   while (captureOf(stream)) std::this_thread::sleep_for(kLook);

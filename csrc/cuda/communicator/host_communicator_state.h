@@ -82,7 +82,7 @@ struct HostCommunicator::State {
   struct Begun {
     uint64_t number;
     std::shared_ptr<CallEnd> end;
-    std::shared_ptr<CallEnd> start;  // null: nobody wants to know
+    std::shared_ptr<CallEnd> start;  // null while nobody reads the records
   };
   // `marked`: the caller sets `start`.
   Begun begin(const Told& told, bool marked = false);

@@ -24,10 +24,10 @@ class SharedBlock : public std::enable_shared_from_this<SharedBlock> {
 
   // A block that was kept, with whatever bytes its last owner left, else a new one.
   static std::shared_ptr<SharedBlock> reuse(size_t bytes);
-  // Keeps a block for reuse(), if nobody else refers to it.  Reuse makes no system calls.  Peers
-  // map nothing anew if all ranks let go of their blocks in the same order.  A block is kept for
-  // some seconds, if its size was asked for several times, as FSDP does in each step, and if not
-  // too much is kept already.
+  // Keeps a block for reuse(), unless something else still refers to it.  Only blocks of sizes that
+  // are asked for repeatedly are kept, as FSDP does in each step; for some seconds, and up to a
+  // number of bytes.  Reuse costs no system calls.  It costs peers no new mapping if all ranks
+  // release their blocks in the same order.
   static void keep(std::shared_ptr<SharedBlock> block);
   // Frees what is kept.
   static void dropKept();

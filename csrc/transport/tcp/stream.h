@@ -85,7 +85,7 @@ struct Connection {
   bool hangup = false;       // the other end has closed; read what is left
   Silence silence = {};
 
-  // Nobody reports of a pipe, so it is tried each time.
+  // epoll does not report on pipes, so a pipe is tried each time.
   bool mayMove() const { return ready || pipe; }
   // As those of a socket.
   ssize_t send(const iovec* pieces, size_t count) {
