@@ -157,9 +157,13 @@ HostMemory HostLeader::run(const Poll& poll, const std::function<void()>& all_th
   Member& self = table_.members[0];  // made while the other ranks come
   self.pid = static_cast<int>(getpid());
   self.host = hostName();
-  self.segment = Segment::create(Layout(ranks_.shared, ranks_.size).bytes);
-  self.process = ownProcessFds();
-  self.doorbell = doorbellOf(ranks_);
+  try {
+    self.segment = Segment::create(Layout(ranks_.shared, ranks_.size).bytes);
+    self.process = ownProcessFds();
+    self.doorbell = doorbellOf(ranks_);
+  } catch (const Error& error) {  // all ranks read it
+    throw Error(error.kind(), nameOfThis(ranks_) + ": " + error.what());
+  }
   if (ranks_.size > 1) {
     while (std::ranges::count(joined_, false) > 0) step(poll, "join");
     for (const Caller& caller : callers_)

@@ -40,7 +40,7 @@ HostMemory memoryForWires(const Hosts& hosts, const SharedOptions& shared, Share
   } catch (const MemoryRefused& error) {
     if (hosts.localRankOf(hosts.rank()) == 0)
       log("group '" + options.name + "': " + options.rankList(hosts.localRanks()) +
-          " use sockets: " + error.what());
+          " use sockets to each other, which is slower than memory: " + error.what());
     return {};
   }
 }

@@ -295,6 +295,13 @@ void gather(Group& group, size_t count) {
   for (size_t i = 0; i < all.size(); ++i) CHECK_EQ(all[i], static_cast<float>(i / count));
 }
 
+// Memory is then refused: it is larger than a file of this process may be.
+void limitFiles() {
+  signal(SIGXFSZ, SIG_IGN);
+  const rlimit small{.rlim_cur = 4096, .rlim_max = 4096};
+  CHECK(setrlimit(RLIMIT_FSIZE, &small) == 0);
+}
+
 }  // namespace
 
 TEST(a_rank_of_this_host_that_dies_is_named_by_those_that_share_its_memory) {
@@ -313,15 +320,22 @@ TEST(a_rank_of_this_host_that_dies_is_named_by_those_that_share_its_memory) {
   for (size_t r = 0; r < ends.size(); ++r) CHECK_EQ(ends[r] == "", r != 1);
 }
 
-// The memory of one rank is refused: it is larger than a file of that process may be.
+TEST(a_rank_that_has_no_memory_to_share_is_named_by_all) {
+  for (const int refused : {0, 1, 2, 3}) {
+    const processes::Ends ends = onHosts("aabb", [&](int r, Store& store) {
+      if (r == refused) limitFiles();
+      CHECK(
+          failureOf([&] { Group::create(store, r, 4, {.name = "test", .timeout = 30 * kSecond}); },
+                    "rank " + std::to_string(refused) + " (pid ") == Failure::kSetup);
+    });
+    for (const std::string& end : ends) CHECK_EQ(end, "");
+  }
+}
+
 TEST(ranks_of_a_host_that_cannot_share_memory_use_sockets) {
   for (const int refused : {-1, 2, 3}) {
     const processes::Ends ends = onHosts("aabb", [&](int r, Store& store) {
-      if (r == refused) {
-        signal(SIGXFSZ, SIG_IGN);
-        const rlimit small{.rlim_cur = 4096, .rlim_max = 4096};
-        CHECK(setrlimit(RLIMIT_FSIZE, &small) == 0);
-      }
+      if (r == refused) limitFiles();
       SharedOptions shared;
       shared.on_loss = OnLoss::kContinue;
       const auto group =
