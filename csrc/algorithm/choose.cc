@@ -203,6 +203,18 @@ const char* whyTaken(const AlgorithmChoice& choice, const CallSize& call, const 
 
 AlgorithmChoice choose(const CallSize& call, const GroupShape& shape, const WireCost& cost) {
   if (shape.in_memory) return chooseInMemory(call, shape.ranks);
+  if (cost.measured > 0) {
+    WireCost known = cost;
+    known.measured = 0;
+    const AlgorithmChoice first = choose(call, shape, known);
+    if (call.kind == Kind::kCompressedAllReduce ||
+        first.taken.algorithm == Algorithm::kHierarchical)
+      return first;
+    known.byte = cost.measured;
+    GroupShape flat = shape;
+    flat.ranks_on_host = 1;
+    return choose(call, flat, known);
+  }
   const Case c(call, shape, cost);
   AlgorithmChoice choice{
       .taken = {kNoAlgorithm}, .why = "there is one only", .count = 0, .all = {}};

@@ -110,9 +110,12 @@ struct WireCost {
   // The part of a hop that the two systems take; the rest is half of the round trip.
   static constexpr double kSystem = 20e-6;
 
-  double hop = 30e-6;      // from a rank's send to the other's receive
-  double message = 8e-6;   // a rank's own time for each message that it sends or gets
-  double byte = 1e-9;      // on the line
+  double hop = 30e-6;     // from a rank's send to the other's receive
+  double message = 8e-6;  // a rank's own time for each message that it sends or gets
+  double byte = 1e-9;     // on the line
+  // The same as calls have measured it since the group was made (agreed_line.h); 0: not yet.  It
+  // counts where it changes no bit of a result: not for the hierarchy and not for coded calls.
+  double measured = 0;
   double memory = 0.2e-9;  // to add a byte, or copy it
   double crowd = 0.01;     // extra cost of a byte for each further flow that meets at a rank
   int ranks_on_host = 1;   // the most ranks that share a host's line

@@ -155,7 +155,7 @@ const Row kRows[] = {
     {"RINGREDUCE_ROUND_TRIP_MS", "as the system sees it", "0.001 to 60000 ms",
      "the round trip between hosts, for choosing the algorithm", kSlowest,
      [](C& c, Given& g) { c.round_trip_ms = g.number("milliseconds", 0.001, 60'000); }},
-    {"RINGREDUCE_BANDWIDTH_MBIT", "8000, or as RINGREDUCE_RING=measure finds",
+    {"RINGREDUCE_BANDWIDTH_MBIT", "8000, until calls have measured it",
      "0.001 to 1e7 Mbit/s", "the bandwidth of a host, for choosing the algorithm", kSlowest,
      [](C& c, Given& g) { c.bandwidth_mbit = g.number("Mbit/s", 0.001, 1e7); }},
     {"RINGREDUCE_HOSTID", "of the kernel and the network namespace",

@@ -66,6 +66,7 @@ class HostLinks {
   static SharedOptions localOptions(const Hosts& hosts);
   const HostRing& ring() const { return host_ring_; }
   const WireCost& cost() const { return cost_; }
+  bool knowsRate() const { return agreed_cost_.knowsRate(); }
   // All ranks in the order of the control ring, and its two connections; none with one rank.
   const std::vector<int>& controlRing() const { return ring_; }
   net::Socket takeNext() { return std::move(next_); }

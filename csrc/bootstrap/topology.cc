@@ -289,9 +289,7 @@ std::string AgreedWireCost::describe() const {
   text += shortText(cost.roundTrip() * 1e3, 3) + " ms and " + rateText(8e-6 / cost.byte) +
           " Mbit/s of a host";
   if (byte_ > 0) return text;
-  return text +
-         ", which nothing has told or measured: if lines are slower, set RINGREDUCE_BANDWIDTH_MBIT "
-         "for all ranks, or RINGREDUCE_RING=measure";
+  return text + ", until calls have measured it";
 }
 
 }  // namespace ringreduce

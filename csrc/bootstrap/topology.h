@@ -112,8 +112,8 @@ struct HostRing {
 // chooser's cost model (algorithm/choose.h).
 //
 // RINGREDUCE_ROUND_TRIP_MS and RINGREDUCE_BANDWIDTH_MBIT set it.  Otherwise the round trip is that
-// of the control ring's connections, and the bandwidth that found by RINGREDUCE_RING=measure, if
-// any.
+// of the control ring's connections, and the bandwidth that found by RINGREDUCE_RING=measure. Where
+// nothing tells the bandwidth, the group's calls measure it (algorithm/agreed_line.h).
 
 class AgreedWireCost {
  public:
@@ -129,6 +129,7 @@ class AgreedWireCost {
   void merge(const std::string& text);
 
   void applyTo(WireCost& cost) const;
+  bool knowsRate() const { return byte_ > 0; }
   // What is assumed of the wire, and whether that is known.  For the log.
   std::string describe() const;
 

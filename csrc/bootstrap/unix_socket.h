@@ -55,7 +55,7 @@ void waitReadable(const std::vector<int>& fds, Nanos longest);
 
 // ---- messages
 
-inline constexpr char kVersion[] = "14";  // of these messages and of the layout of shared memory
+inline constexpr char kVersion[] = "15";  // of these messages and of the layout of shared memory
 
 using Fields = std::map<std::string, std::string>;
 std::string encode(const Fields& fields);

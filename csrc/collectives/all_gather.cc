@@ -101,7 +101,8 @@ void allGather(OverStreams& c, const AllGather& a) {
     blocks.places.push_back(static_cast<std::byte*>(a.outputs[(me + x) % P]));
     blocks.bytes.push_back(a.counts[(me + x) % P] * width);
   }
-  if (c.choose(callSize(a)) == Algorithm::kRing)
+  const bool all_send = std::ranges::find(a.counts, size_t{0}) == a.counts.end();
+  if (c.choose(callSize(a), all_send) == Algorithm::kRing)
     gatherByRing(c, blocks);
   else
     gatherByBruck(c.transport, blocks, bruckRadix(c.size, c.options.cost));

@@ -146,7 +146,7 @@ void allReduce(OverStreams& c, const AllReduce& a) {
   if (a.op == ReduceOp::kPremulSum) scale(a.dtype, a.data, a.data, a.count, a.factor);
   const int P = c.size;
   if (P == 1) return;  // the reduction of one value is the value
-  c.way.algorithm = c.choose(callSize(a, c.options.algorithm));
+  c.way.algorithm = c.choose(callSize(a, c.options.algorithm), a.count > 0);
   switch (c.way.algorithm) {
     case Algorithm::kBruck:
       return bruck(c, a, bruckRadix(P, c.options.cost));

@@ -113,7 +113,7 @@ bool Hierarchy::takes(const OverStreams& c, CallSize call) const {
   call.wanted =
       c.options.algorithm;  // an all-reduce's: if it is another one, there is no hierarchy
   const int ranks_on_host = static_cast<int>(hosts_.localRanks().size());
-  return c.choose(call, ranks_on_host) == Algorithm::kHierarchical;
+  return c.takesHierarchy(call, ranks_on_host);
 }
 
 bool Hierarchy::run(OverStreams& c, const CollectiveCall& call) {

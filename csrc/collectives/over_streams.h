@@ -1,14 +1,18 @@
 // The streams that a collective runs over between hosts, and how it is to run over them.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <utility>
 #include <vector>
 
+#include "algorithm/agreed_line.h"
 #include "algorithm/choose.h"
 #include "algorithm/cut.h"
 #include "base/bytes.h"
+#include "base/clock.h"
 #include "base/op_signature.h"
 #include "transport/transport.h"
 #include "transport/wait_guard.h"
@@ -18,7 +22,8 @@ namespace ringreduce {
 // The inputs of the choice of algorithms, and the order of addition.
 struct StreamOptions {
   Algorithm algorithm = Algorithm::kAuto;
-  WireCost cost = {};
+  WireCost cost = {};     // as it was known when the group was made
+  bool measures = false;  // the rate of lines is not known, so calls shall tell it
   AddOrder order = AddOrder::kRing;
   // The caller's ranks, first to last, as the transport numbers them; empty: it does as the caller.
   std::vector<int> callers_ranks = {};
@@ -73,23 +78,46 @@ class OverStreams {
         size(over.size()),
         transport(over),
         watch(guard),
-        options(std::move(how)) {}
+        options(std::move(how)),
+        line(over.size(), options.cost) {}
 
   const int rank, size;
   Transport& transport;
   WaitGuard& watch;
   const StreamOptions options;
+  AgreedLine line;
   Way way;  // of the last operation
 
-  // `ranks_on_host`: above 1, the hierarchy can be taken.
-  Algorithm choose(const CallSize& call, int ranks_on_host = 1) const {
+  // What is known of the wire now.
+  WireCost cost() const {
+    WireCost known = options.cost;
+    if (const uint64_t rate = line.rate(); rate > 0) known.measured = 1 / static_cast<double>(rate);
+    return known;
+  }
+  // `all_hear`: each rank takes data from all from which its algorithm takes any (agreed_line.h).
+  Algorithm choose(const CallSize& call, bool all_hear = false) {
+    const GroupShape shape{.ranks = size, .order = options.order};
+    const Candidate taken = ringreduce::choose(call, shape, cost()).taken;
+    taken_ = all_hear ? taken : Candidate{};
+    return taken.algorithm;
+  }
+  // For ranks of which so many share each host.
+  bool takesHierarchy(const CallSize& call, int ranks_on_host) const {
     const GroupShape shape{.ranks = size, .ranks_on_host = ranks_on_host, .order = options.order};
-    return ringreduce::choose(call, shape, options.cost).taken.algorithm;
+    return ringreduce::choose(call, shape, cost()).taken.algorithm == Algorithm::kHierarchical;
   }
   // Starts an operation; transport.finish() ends it.
   void begin(const Announcement& operation) {
     scratch_.reset();
-    transport.begin(operation);
+    taken_ = {};
+    began_ = now();
+    transport.begin({operation, line.says()});
+  }
+  // After the end of one that went over the streams only.  Returns whether the line's rate is new.
+  bool learn() {
+    if (!options.measures) return false;
+    const Transport::Heard& heard = transport.heard();
+    return line.end(taken_, now() - std::max(began_, heard.since), heard.rate);
   }
   // Memory until finish(), to send from or to receive into.
   std::byte* scratch(size_t bytes) { return scratch_.take(bytes); }
@@ -102,6 +130,8 @@ class OverStreams {
 
  private:
   Scratch scratch_;
+  Candidate taken_;  // by the operation
+  Nanos began_ = 0;
 };
 
 }  // namespace ringreduce

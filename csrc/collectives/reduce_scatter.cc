@@ -142,7 +142,8 @@ void reduceScatter(OverStreams& c, const ReduceScatter& r) {
     if (mine.output != mine.input) copyBytes(mine.output, mine.input, mine.count * width);
     return;
   }
-  if (c.choose(callSize(r)) == Algorithm::kRing)
+  const bool all_receive = std::ranges::find(r.counts, size_t{0}) == r.counts.end();
+  if (c.choose(callSize(r), all_receive) == Algorithm::kRing)
     return runStreamRing(c, {std::move(parts), r.dtype, r.op, Ending::kOwner});
 
   DirectSum sum(c, r.dtype, r.op, mine.count, me);

@@ -188,7 +188,7 @@ const HostRing* Epoch::ring() const {
 }
 
 WireCost Epoch::wireCost() const {
-  return network ? network->cost() : WireCost{};
+  return wires->cost();
 }
 
 bool Epoch::usesTensorsInPlace() const {

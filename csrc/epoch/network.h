@@ -50,6 +50,10 @@ class Network final : public PeerChannel, private net::MessageForwarder::Listene
   const SharedOptions& sharedOptions() const { return links_->sharedOptions(); }
   const HostRing& ring() const { return links_->ring(); }
   const WireCost& cost() const { return links_->cost(); }
+  // Whether the rate of lines was told or measured when the group was made.
+  bool knowsRate() const { return links_->knowsRate(); }
+  // Logs what calls have measured.
+  void tellCost(const WireCost& cost) const;
   // The arbiter, by the transport's numbers of ranks, once there is a transport.
   WaitGuard& guard() const { return *guard_; }
 

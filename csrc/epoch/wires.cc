@@ -1,6 +1,7 @@
 // Groups in shared memory, and groups between hosts: which wires a call uses.
 #include "epoch/wires.h"
 
+#include <functional>
 #include <mutex>
 #include <optional>
 #include <utility>
@@ -55,14 +56,16 @@ class StreamWires final : public Wires {
  public:
   // `guard`: the transport's.  `hierarchy` may be null.  `ranks`: the ranks in the transport's
   // order; empty if that is the usual one.  `memory`: bytes of the mirrored pages and of what the
-  // host's ranks share, for stagingBytes().
+  // host's ranks share, for stagingBytes().  `tells`: called with a new cost.
   StreamWires(std::unique_ptr<Transport> transport, WaitGuard& guard, StreamOptions options,
-              std::unique_ptr<Hierarchy> hierarchy, std::vector<int> ranks, size_t memory)
+              std::unique_ptr<Hierarchy> hierarchy, std::vector<int> ranks, size_t memory,
+              std::function<void(const WireCost&)> tells)
       : transport_(std::move(transport)),
         over_(std::in_place, *transport_, guard, std::move(options)),
         hierarchy_(std::move(hierarchy)),
         ranks_(std::move(ranks)),
-        memory_(memory) {}
+        memory_(memory),
+        tells_(std::move(tells)) {}
 
   void setPatience(Patience patience) override {
     transport_->setPatience(patience);
@@ -79,6 +82,7 @@ class StreamWires final : public Wires {
     else
       perform(c, byPositions(operation, ranks_).call);
     transport_->finish();
+    if (c.learn()) tells_(c.cost());
   }
   Way way() override { return over_ ? over_->way : Way{}; }
   size_t stagingBytes() const override {
@@ -97,6 +101,10 @@ class StreamWires final : public Wires {
     const std::lock_guard lock(closing_);
     return transport_ ? transport_->lines() : std::vector<Line>();
   }
+  WireCost cost() const override {
+    const std::lock_guard lock(closing_);
+    return over_ ? over_->cost() : WireCost{};
+  }
   // Closes the sockets: a group that has left, but is still referenced, does not need them.
   void close() override {
     const std::lock_guard lock(closing_);
@@ -111,6 +119,7 @@ class StreamWires final : public Wires {
   const std::unique_ptr<Hierarchy> hierarchy_;
   const std::vector<int> ranks_;
   const size_t memory_;
+  const std::function<void(const WireCost&)> tells_;
 };
 
 }  // namespace
@@ -130,10 +139,12 @@ std::unique_ptr<Wires> wiresBetween(Network& network, const Hosts& hosts,
   try {
     StreamOptions options{.algorithm = shared.algorithm,
                           .cost = network.cost(),
+                          .measures = !network.knowsRate(),
                           .order = shared.order,
                           .callers_ranks = positionsOf(network.ring().ranks)};
-    return std::make_unique<StreamWires>(std::move(transport), network.guard(), std::move(options),
-                                         std::move(hierarchy), network.ring().ranks, memory);
+    return std::make_unique<StreamWires>(
+        std::move(transport), network.guard(), std::move(options), std::move(hierarchy),
+        network.ring().ranks, memory, [&network](const WireCost& cost) { network.tellCost(cost); });
   } catch (...) {
     network.close();
     throw;

@@ -30,6 +30,8 @@ class Wires {
   virtual std::vector<std::string> routes() const { return {}; }
   virtual uint64_t bytesSent() const { return 0; }
   virtual std::vector<Line> lines() const { return {}; }
+  // What is known of the wire now.  From any thread.
+  virtual WireCost cost() const { return {}; }
   // There will be no more operations: releases sockets and memory.
   virtual void close() {}
 };

@@ -356,11 +356,10 @@ std::vector<int> bestRingOf(const Rates& rates) {
   }
 }
 
-constexpr std::pair<const char*, double WireCost::*> kCosts[] = {{"hop", &WireCost::hop},
-                                                                 {"message", &WireCost::message},
-                                                                 {"byte", &WireCost::byte},
-                                                                 {"memory", &WireCost::memory},
-                                                                 {"crowd", &WireCost::crowd}};
+constexpr std::pair<const char*, double WireCost::*> kCosts[] = {
+    {"hop", &WireCost::hop},       {"message", &WireCost::message},
+    {"byte", &WireCost::byte},     {"measured", &WireCost::measured},
+    {"memory", &WireCost::memory}, {"crowd", &WireCost::crowd}};
 
 WireCost costFrom(const py::dict& given) {
   WireCost cost;

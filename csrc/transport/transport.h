@@ -6,8 +6,8 @@
 //
 // Matching.  Sends and expectations match by order only: what one rank sends, the other must expect
 // in the same order.  The pieces may differ: one send may fill two expectations.  The first bytes
-// that two ranks exchange in an operation, in each direction, are its announcement; the transport
-// adds it.  peek() compares it with its own before it returns.  Lengths may be 0: it is sent and
+// that two ranks exchange in an operation, in each direction, are its opening; the transport adds
+// it.  peek() compares it with its own before it returns.  Lengths may be 0: it is sent and
 // awaited all the same.
 //
 // Memory.  Memory given to send() belongs to the transport until finish() returns, memory given to
@@ -24,9 +24,11 @@
 // One thread at a time uses a transport, unless a function says otherwise.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "base/clock.h"
@@ -45,6 +47,12 @@ struct Line {
   uint64_t retransmits = 0;  // packets
 };
 
+// The first bytes from one rank to another in an operation.
+struct Opening : Announcement {
+  uint64_t rate = 0;  // what the sender says of the line (algorithm/agreed_line.h)
+};
+static_assert(std::has_unique_object_representations_v<Opening>);
+
 class Transport {
  public:
   Transport(int rank, int size) : rank_(rank), size_(size) {}
@@ -56,7 +64,10 @@ class Transport {
   int size() const { return size_; }
 
   // Starts an operation.
-  virtual void begin(const Announcement& operation) = 0;
+  void begin(const Opening& operation) {
+    heard_ = {};
+    open(operation);
+  }
   // Moves as many bytes as possible.  Call it during long computations.
   virtual void advance() = 0;
   // Waits until everything was sent.  Then all memory belongs to the caller again.
@@ -80,6 +91,13 @@ class Transport {
   // Ends the oldest expectation.
   virtual void release(int from) = 0;
 
+  // What this rank has heard from others in the operation.
+  struct Heard {
+    uint64_t rate = 0;  // the largest of their openings
+    Nanos since = 0;    // when the first opening was there; 0: none was
+  };
+  const Heard& heard() const { return heard_; }
+
   virtual void setPatience(Patience) {}
   // After the last operation: waits, at most `longest`, until the other ranks' systems have all
   // bytes, and closes this side.
@@ -95,8 +113,17 @@ class Transport {
   // For each rank that was sent to: how it is reached, in words.
   virtual std::vector<std::string> routes() const { return {}; }
 
+ protected:
+  virtual void open(const Opening& operation) = 0;
+  // peek() calls it once for each rank and operation, with an opening that it has compared.
+  void hear(const Opening& theirs) {
+    if (heard_.since == 0) heard_.since = now();
+    heard_.rate = std::max(heard_.rate, theirs.rate);
+  }
+
  private:
   const int rank_, size_;
+  Heard heard_;
 };
 
 }  // namespace ringreduce

@@ -2,7 +2,10 @@
 // all.
 #include <algorithm>
 #include <functional>
+#include <memory>
+#include <vector>
 
+#include "algorithm/agreed_line.h"
 #include "algorithm/choose.h"
 #include "bootstrap/topology.h"
 #include "check.h"
@@ -34,6 +37,35 @@ void apart(int size, const std::function<void(int, Store&)>& body) {
 }
 
 }  // namespace
+
+// Calls of one algorithm, of which rank r of P finds that they took `took(r)`.  Returns after how
+// many all ranks had a rate, the same.
+int callsUntilAgreed(int P, const Candidate& call, const std::function<Nanos(int)>& took,
+                     uint64_t expected) {
+  const WireCost cost{.hop = 1e-6};
+  std::vector<std::unique_ptr<AgreedLine>> lines;
+  for (int r = 0; r < P; ++r) lines.push_back(std::make_unique<AgreedLine>(P, cost));
+  for (int calls = 1; calls <= 2 * P + 8; ++calls) {
+    std::vector<uint64_t> said;
+    for (const auto& line : lines) said.push_back(line->says());
+    const auto of = [&](int r) { return said[static_cast<size_t>((r + P) % P)]; };
+    int agreed = 0;
+    for (int r = 0; r < P; ++r) {
+      uint64_t heard = 0;
+      if (call.algorithm == Algorithm::kRing) heard = of(r - 1);
+      if (call.algorithm == Algorithm::kTwoShot) heard = *std::ranges::max_element(said);
+      if (call.algorithm == Algorithm::kBruck)
+        for (int64_t near = 1, radix = bruckRadix(P, cost); near < P; near *= radix)
+          for (int64_t d = near; d < P && d < near * radix; d += near)
+            heard = std::max(heard, of(r + static_cast<int>(d)));
+      agreed += lines[static_cast<size_t>(r)]->end(call, took(r), heard);
+    }
+    CHECK(agreed == 0 || agreed == P);
+    for (const auto& line : lines) CHECK_EQ(line->rate(), agreed ? expected : 0);
+    if (agreed) return calls;
+  }
+  return 0;
+}
 
 TEST(what_is_not_known_leaves_the_model_as_it_is) {
   CHECK_EQ(costOf(AgreedWireCost::fromEnvironment()).hop, WireCost{}.hop);
@@ -85,6 +117,47 @@ TEST(what_is_seen_is_no_more_than_a_process_takes) {
           group->epoch()->wireCost().hop < 0.1);
     group->run({Barrier{}});
   });
+}
+
+TEST(calls_tell_the_rate_of_lines_to_all_at_once) {
+  for (const int P : {2, 3, 4, 7, 16, 33}) {
+    const auto took = [&](int r) { return (r == P / 2 ? 10 : 40) * kMillisecond; };
+    const Candidate ring{Algorithm::kRing, 0, 0, 0, 1 << 20},
+        two_shot{Algorithm::kTwoShot, 0, 0, 0, 1 << 20}, bruck{Algorithm::kBruck, 0, 0, 0, 1 << 20};
+    constexpr uint64_t kRate = (1 << 20) * 100;
+    // One call carries enough, and in the next ones they hear of each other.
+    CHECK_EQ(callsUntilAgreed(P, ring, took, kRate), P);
+    CHECK_EQ(callsUntilAgreed(P, two_shot, took, kRate), 2);
+    const int by_bruck = callsUntilAgreed(P, bruck, took, kRate);
+    CHECK(by_bruck >= 2 && by_bruck <= P);
+    // Small calls, calls of a root, and calls that are all hops say nothing.
+    CHECK_EQ(callsUntilAgreed(P, {Algorithm::kRing, 0, 0, 0, 1000}, took, 0), 0);
+    CHECK_EQ(callsUntilAgreed(P, {}, took, 0), 0);
+    CHECK_EQ(callsUntilAgreed(P, {Algorithm::kRing, 0, 1e5, 0, 1 << 20}, took, 0), 0);
+  }
+}
+
+TEST(what_calls_measure_changes_no_bit) {
+  for (const int ranks_on_host : {1, 2, 4})
+    for (const Kind kind :
+         {Kind::kAllReduce, Kind::kAllGather, Kind::kReduceScatter, Kind::kCompressedAllReduce})
+      for (const double measured : {1e-10, 1e-8, 1e-6})
+        for (size_t bytes = 64; bytes <= 64 << 20; bytes *= 4) {
+          WireCost before, now;
+          before.ranks_on_host = now.ranks_on_host = ranks_on_host;
+          now.measured = measured;
+          const CallSize call{kind, bytes, bytes, bytes / 4};
+          const Algorithm a = choose(call, {8, ranks_on_host}, before).taken.algorithm,
+                          b = choose(call, {8, ranks_on_host}, now).taken.algorithm;
+          CHECK_EQ(a == Algorithm::kHierarchical, b == Algorithm::kHierarchical);
+          if (kind == Kind::kCompressedAllReduce) CHECK(a == b);
+        }
+  WireCost slow;
+  slow.hop = 10e-3;
+  const CallSize call{Kind::kAllReduce, 64 << 10, 64 << 10};
+  CHECK(choose(call, {64}, slow).taken.algorithm == Algorithm::kBruck);
+  slow.measured = 80e-9;
+  CHECK(choose(call, {64}, slow).taken.algorithm == Algorithm::kTwoShot);
 }
 
 TEST(a_choice_has_its_candidates) {

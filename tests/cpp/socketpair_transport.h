@@ -34,10 +34,6 @@ class SocketpairTransport final : public Transport {
 
   void accept(int from, net::Socket socket) { peer(from).socket = std::move(socket); }
 
-  void begin(const Announcement& operation) override {
-    operation_ = operation;
-    for (Peer& p : peers_) p.announced = p.verified = false;
-  }
   void advance() override { move(); }
   void finish() override {
     for (int r = 0; r < size(); ++r) waitFor(r, [&] { return peer(r).out.empty(); });
@@ -76,6 +72,7 @@ class SocketpairTransport final : public Transport {
       p.in.pop_front();
       p.verified = true;
       guard_.verify(from, p.theirs);
+      hear(p.theirs);
     }
     waitFor(from, arrived);
     return p.in.front().data;
@@ -98,8 +95,13 @@ class SocketpairTransport final : public Transport {
     std::vector<Buffer> filling;  // acquired and not posted
     size_t buffers = 0;           // of `out`
     bool announced = false, verified = false;
-    Announcement theirs;
+    Opening theirs;
   };
+
+  void open(const Opening& operation) override {
+    operation_ = operation;
+    for (Peer& p : peers_) p.announced = p.verified = false;
+  }
 
   Peer& peer(int r) { return peers_[static_cast<size_t>(r)]; }
   Peer& announced(int to) {
@@ -171,7 +173,7 @@ class SocketpairTransport final : public Transport {
 
   WaitGuard& guard_;
   std::vector<Peer> peers_;  // by rank; this one's has no socket
-  Announcement operation_ = {};
+  Opening operation_ = {};
 };
 
 class SocketpairFabric final : public Fabric {

@@ -51,7 +51,7 @@ class Net {
     size_t sent = 0;
     bool buffer = false;
     bool announces = false;
-    Announcement announcement = {};
+    Opening opening = {};
   };
   struct Place {
     std::byte* data;
@@ -63,7 +63,7 @@ class Net {
   struct Stream {
     std::deque<Outgoing> out;
     std::deque<Place> in;
-    std::deque<Announcement> announced;  // that arrived
+    std::deque<Opening> announced;  // that arrived
     bool sender_announced = false, receiver_expects = false;
   };
 
@@ -85,7 +85,7 @@ class Net {
       Outgoing& out = s.out.front();
       if (out.announces != place.announces) throw std::runtime_error("an announcement meets data");
       if (out.announces) {
-        s.announced.push_back(out.announcement);
+        s.announced.push_back(out.opening);
         s.out.pop_front();
         return place.there = true;
       }
@@ -199,15 +199,6 @@ class StandIn final : public Transport {
   StandIn(int rank, Net& net) : Transport(rank, net.size()), net_(net) {}
   ~StandIn() override { net_.gone(rank()); }
 
-  void begin(const Announcement& operation) override {
-    const std::lock_guard lock(net_.mutex);
-    operation_ = operation;
-    for (int r = 0; r < size(); ++r) {
-      net_.stream(rank(), r).sender_announced = false;
-      net_.stream(r, rank()).receiver_expects = false;
-    }
-  }
-
   void finish() override {
     std::unique_lock lock(net_.mutex);
     for (int r = 0; r < size(); ++r) {
@@ -273,10 +264,11 @@ class StandIn final : public Transport {
     auto& s = net_.stream(from, rank());
     if (!s.in.empty() && s.in.front().announces) {
       net_.until(lock, rank(), [&] { return !s.announced.empty(); });
-      const bool agree = s.announced.front() == operation_;
+      const Opening theirs = s.announced.front();
       s.announced.pop_front();
       s.in.pop_front();
-      if (!agree) throw Error(Failure::kMismatch, "ranks disagree on what this is");
+      if (theirs != operation_) throw Error(Failure::kMismatch, "ranks disagree on what this is");
+      hear(theirs);
     }
     if (s.in.empty()) net_.fail("a peek at what was not expected");
     net_.until(lock, rank(), [&] { return s.in.front().there; });
@@ -290,11 +282,20 @@ class StandIn final : public Transport {
   }
 
  private:
+  void open(const Opening& operation) override {
+    const std::lock_guard lock(net_.mutex);
+    operation_ = operation;
+    for (int r = 0; r < size(); ++r) {
+      net_.stream(rank(), r).sender_announced = false;
+      net_.stream(r, rank()).receiver_expects = false;
+    }
+  }
+
   Net::Stream& streamTo(int r) {
     Net::Stream& s = net_.stream(rank(), r);
     if (!s.sender_announced) {
       s.sender_announced = true;
-      s.out.push_back({.data = nullptr, .copy = {}, .announces = true, .announcement = operation_});
+      s.out.push_back({.data = nullptr, .copy = {}, .announces = true, .opening = operation_});
     }
     return s;
   }
@@ -312,7 +313,7 @@ class StandIn final : public Transport {
   }
 
   Net& net_;
-  Announcement operation_ = {};
+  Opening operation_ = {};
   std::vector<std::unique_ptr<std::byte[]>> filling_;  // buffers acquired and not posted
 };
 

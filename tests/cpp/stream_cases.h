@@ -50,6 +50,10 @@ class Caller {
     a.count += 1;
     operate_(a, [&] { ringreduce::perform(c_, call); });
   }
+  // After a call.
+  bool learn() { return c_.learn(); }
+  uint64_t rate() const { return c_.line.rate(); }
+
   // An operation that is no call.
   void perform(const std::function<void(OverStreams&)>& body) {
     operate_({{.sequence = sequence_++}}, [&] { body(c_); });

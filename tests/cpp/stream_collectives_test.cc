@@ -91,6 +91,45 @@ TEST(moves_of_every_kind_over_both_wires) {
   stream_cases::checkMoves(overBothWires, kMostRanks, 50000);
 }
 
+// The announced openings carry what is said, and each algorithm lets ranks hear from those that
+// agreed_line.cc says.  So all ranks take a new rate with the same call.
+TEST(ranks_agree_on_the_rate_of_lines) {
+  for (const stream_cases::Over& over :
+       {stream_cases::Over(overTcp), stream_cases::Over(overStandIn),
+        stream_cases::Over(overSocketpairs)})
+    for (const int P : {2, 3, 5})
+      for (StreamOptions options : stream_cases::everyChoice()) {
+        options.measures = true;
+        options.cost.hop = 1e-9;  // no call is all hops
+        constexpr size_t kCalls = 24;
+        std::vector<std::vector<uint64_t>> rates(static_cast<size_t>(P));
+        over(P, options, [&](Caller& call) {
+          std::vector<uint64_t>& mine = rates[static_cast<size_t>(call.transport.rank())];
+          const size_t count = 256 << 10, part = 64 << 10;
+          std::vector<float> data(count), parts(static_cast<size_t>(P) * part);
+          for (size_t i = 0; i < kCalls; ++i) {
+            std::vector<const void*> inputs;
+            std::vector<void*> outputs;
+            for (size_t r = 0; r < static_cast<size_t>(P); ++r) {
+              inputs.push_back(parts.data() + r * part);
+              outputs.push_back(parts.data() + r * part);
+            }
+            const std::vector<size_t> counts(static_cast<size_t>(P), part);
+            // From a root only some hear.
+            if (i % 4 == 0) call(Broadcast{data.data(), count, DType::kFloat32, 0});
+            if (i % 4 == 1) call(AllReduce{data.data(), count, DType::kFloat32, ReduceOp::kSum});
+            if (i % 4 == 2) call(AllGather{data.data(), outputs, counts, DType::kFloat32});
+            if (i % 4 == 3)
+              call(ReduceScatter{inputs, counts, data.data(), DType::kFloat32, ReduceOp::kSum});
+            call.learn();
+            mine.push_back(call.rate());
+          }
+        });
+        for (const auto& mine : rates) CHECK(mine == rates[0]);
+        CHECK(rates[0].front() == 0 && rates[0].back() > 0);
+      }
+}
+
 TEST(a_barrier_is_one) {
   stream_cases::checkBarrier(overTcp, kMostRanks);
   stream_cases::checkBarrier(overBothWires, kMostRanks);

@@ -52,18 +52,18 @@ struct Alone {
   OneRank me;
 };
 
-// What the other sends first: the same announcement.
+// What the other sends first: the same opening.
 std::string operationAnd(size_t bytes) {
-  Announcement announcement{};
-  std::memset(static_cast<void*>(&announcement), 0, sizeof announcement);
-  announcement.kind = Kind::kAllReduce;
-  announcement.dtype = DType::kUInt8;
-  announcement.op = kNoReduceOp;
-  announcement.root = kNoRoot;
-  const auto total = static_cast<uint32_t>(sizeof announcement + bytes);
+  Opening opening{};
+  std::memset(static_cast<void*>(&opening), 0, sizeof opening);
+  opening.kind = Kind::kAllReduce;
+  opening.dtype = DType::kUInt8;
+  opening.op = kNoReduceOp;
+  opening.root = kNoRoot;
+  const auto total = static_cast<uint32_t>(sizeof opening + bytes);
   const auto raw = framed(net::sealed({.bytes = total, .position = 0}), total);
   std::string text(raw.begin(), raw.end());
-  std::memcpy(text.data() + sizeof(net::Frame), &announcement, sizeof announcement);
+  std::memcpy(text.data() + sizeof(net::Frame), &opening, sizeof opening);
   return text;
 }
 

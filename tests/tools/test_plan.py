@@ -130,7 +130,7 @@ def test_a_group_is_predicted_by_what_it_takes(known: bool) -> None:
     slow = Line(rate=100e6 / 8)
     for per_host in (1, 4):
         job = Job(8 * per_host, 8, slow, bandwidth_known=known)
-        cost = {"hop": 20e-6} | ({"byte": 1 / slow.rate} if known else {})
+        cost = {"hop": 20e-6, "byte" if known else "measured": 1 / slow.rate}
         for size in (KIB, 16 * KIB, 256 * KIB, 4 * MIB):
             taken, _, _ = extension().choose(
                 "all_reduce", size, size, 0, 8 * per_host, per_host, False, cost
@@ -153,7 +153,10 @@ def test_a_group_that_does_not_know_a_slow_line_is_hinted_at(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "plan.json"
-    constants.save(path, Model(cores=2), {"created": "today"}, [])
+    inside = [(KIB, 1e-4), (64.0 * MIB, 0.1)]
+    kinds = ("all_reduce", "all_gather", "reduce_scatter")
+    measured = Model(cores=2, shared={8: dict.fromkeys(kinds, inside)})
+    constants.save(path, measured, {"created": "today"}, [])
 
     def said(*arguments: str) -> tuple[list[str], list[str]]:
         """The lines of hints, and the hints in the document."""
@@ -163,29 +166,30 @@ def test_a_group_that_does_not_know_a_slow_line_is_hinted_at(
         assert main([*command, "--json"]) == 0
         return shown, json.loads(capsys.readouterr().out)["hints"]
 
-    sizes = ("--sizes", "1K,16K,64K,256K")
-    shown, hints = said("--ranks", "2,64", *sizes)
-    assert shown == hints and len(hints) == 1  # of two ranks all algorithms are the same
-    slow = Job(64, 64, lines.parse("100Mbit,20ms"), 2)
+    sizes = ("--sizes", "1K,64K,1M,16M")
+    hosts = ("--per-host", "8")
+    shown, hints = said("--ranks", "8,64", *hosts, *sizes)
+    assert shown == hints and len(hints) == 1  # within a host there is no line
+    slow = Job(64, 8, lines.parse("100Mbit,20ms"), 2)
     taken, told = (
-        Model().collective("all_reduce", 64 * KIB, dataclasses.replace(slow, bandwidth_known=known))
+        measured.collective("all_reduce", MIB, dataclasses.replace(slow, bandwidth_known=known))
         for known in (False, True)
     )
     assert taken.seconds > 5 * told.seconds
     for words in (
-        "64 ranks, all_reduce of 64 KiB",
+        "64 ranks, all_reduce of 1 MiB",
         f"{taken.algorithm}, which is {taken.seconds / told.seconds:.1f} times slower",
         f"than {told.algorithm}", "believes in 8000 Mbit/s",
         "RINGREDUCE_BANDWIDTH_MBIT=100 ", "RINGREDUCE_RING=measure",
     ):  # fmt: skip
         assert words in hints[0]
-    assert said("--ranks", "64", "--bandwidth-known", *sizes) == ([], [])
-    assert said("--ranks", "64", "--sizes", "1K,256K") == ([], [])  # these take the same
+    assert said("--ranks", "64", *hosts, "--bandwidth-known", *sizes) == ([], [])
+    assert said("--ranks", "64", *sizes) == ([], [])  # a rank on each host: calls measure the line
     # A step has what its buckets take.
     for codec in ((), ("--codec", "int8"), ("--codec", "best")):
-        said("--ranks", "64", "--model", "20K", "--compute", "1ms", *codec)
-    shown, hints = said("--ranks", "64", "--model", "16K", "--compute", "1ms")
-    assert shown == hints and "all_reduce of 64000 B" in hints[0]
+        said("--ranks", "64", *hosts, "--model", "20K", "--compute", "1ms", *codec)
+    shown, hints = said("--ranks", "64", *hosts, "--model", "256K", "--compute", "1ms")
+    assert shown == hints and "all_reduce of " in hints[0]
 
 
 def test_large_messages_take_the_time_of_their_bytes() -> None:

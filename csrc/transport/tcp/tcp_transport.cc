@@ -44,14 +44,14 @@ struct TcpTransport::State {
     bool is_lossy = false;
     net::ConnectionCount::Sample loss_since;  // where the count of losses began
     bool busy = true;                         // had a backlog at every look since the last sample
-    uint64_t operation = 0;                   // the last one whose signature was sent
+    uint64_t operation = 0;                   // the last one whose opening was sent
     bool active = false;
   };
   struct In {
     explicit In(net::Pool& pool) : stream(pool) {}
     net::RecvStream stream;
     bool in_memory = false;
-    Announcement theirs;
+    Opening theirs;
     uint64_t operation = 0;  // the last one in which something was expected
     bool verified = true;
     int expected = 0;  // expectations that were not released
@@ -128,7 +128,7 @@ struct TcpTransport::State {
   std::vector<std::unique_ptr<Out>> outs;        // by rank; null until something is sent
   std::vector<std::unique_ptr<In>> ins;
   std::vector<int> sending, receiving;  // ranks with bytes to move
-  Announcement operation;
+  Opening operation;
   uint64_t operations = 0;
   std::atomic<uint64_t> taken = 0;  // by all connections, at the end of the last operation
   Nanos next_silence_look = 0, next_look_at_lines = 0;
@@ -219,7 +219,7 @@ TcpTransport::State::State(int rank_, int size_, WaitGuard& guard_, net::Dial di
   epoll_ctl(epoll.get(), EPOLL_CTL_ADD, wakeup.get(), &event);
 }
 
-// The stream to a rank, after the signature of the operation.
+// The stream to a rank, after the opening of the operation.
 TcpTransport::State::Out& TcpTransport::State::announced(int to) {
   Out& o = out(to);
   if (o.operation != operations) {
@@ -559,7 +559,7 @@ void TcpTransport::accept(int from, net::Socket socket) {
   state_->wake();
 }
 
-void TcpTransport::begin(const Announcement& operation) {
+void TcpTransport::open(const Opening& operation) {
   ++state_->operations;
   state_->operation = operation;
 }
@@ -621,6 +621,7 @@ const std::byte* TcpTransport::peek(int from) {
       state_->guard.broken(from, "it announced what no rank would");
     in.verified = true;
     state_->guard.verify(from, in.theirs);
+    hear(in.theirs);
   }
   state_->waitUntil(from, Ready(arrived));
   return in.stream.front();

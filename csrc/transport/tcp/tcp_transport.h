@@ -48,7 +48,6 @@ class TcpTransport final : public Transport {
   // From any thread.
   void accept(int from, net::Socket socket);
 
-  void begin(const Announcement& operation) override;
   void advance() override;
   void finish() override;
   void send(int to, const void* data, size_t bytes) override;
@@ -69,6 +68,8 @@ class TcpTransport final : public Transport {
   std::vector<std::string> routes() const override;
 
  private:
+  void open(const Opening& operation) override;
+
   struct State;
   std::unique_ptr<State> state_;
 };

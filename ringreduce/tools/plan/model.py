@@ -76,7 +76,8 @@ class Job:
         cores: of each host, for its ranks; 0: enough.
         emulated: all hosts are on one machine and share these cores.
         bandwidth_known: RINGREDUCE_BANDWIDTH_MBIT or RINGREDUCE_RING=measure tells the group the
-            line's rate, else it takes it for 8 Gbit/s when it chooses an algorithm.
+            line's rate, else its calls measure it, and the choice of the hierarchy and of coded
+            schedules takes it for 8 Gbit/s.
     """
 
     ranks: int
@@ -333,8 +334,7 @@ class Model:
         system = cost.pop("system")
         assert job.line is not None
         cost["hop"] = system + job.line.delay
-        if job.bandwidth_known:
-            cost["byte"] = 1 / job.line.rate
+        cost["byte" if job.bandwidth_known else "measured"] = 1 / job.line.rate
         return cost
 
     def _stream(self, kind: str, size: float, codec: str, job: Job, width: int) -> _Stream:
