@@ -45,7 +45,7 @@ std::shared_ptr<Fd> doorbellOf(const LocalRanks& ranks) {
 
 }  // namespace
 
-Layout::Layout(const SharedOptions& options, int world_size) {
+Layout::Layout(const SharedOptions& options, int world_size, bool pipes) {
   const size_t slots = options.slot_bytes * static_cast<size_t>(options.slots);
   const auto P = static_cast<size_t>(world_size);
   // Not the kernel's pages, which may be larger: a segment is mapped as a whole.
@@ -53,7 +53,9 @@ Layout::Layout(const SharedOptions& options, int world_size) {
   link = exchange + slots;
   boxes = link + slots;
   rings = roundUp(boxes + P * sizeof(Box), 4096);
-  bytes = rings + P * kRingBytes;
+  pipe_boxes = rings + P * kRingBytes;
+  pipe_rings = roundUp(pipe_boxes + P * sizeof(Box), 4096);
+  bytes = pipes ? pipe_rings + P * kRingBytes : pipe_boxes;
 }
 
 Reason reasonOf(const std::exception_ptr& error, const std::string& who) {
@@ -158,7 +160,7 @@ HostMemory HostLeader::run(const Poll& poll, const std::function<void()>& all_th
   self.pid = static_cast<int>(getpid());
   self.host = hostName();
   try {
-    self.segment = Segment::create(Layout(ranks_.shared, ranks_.size).bytes);
+    self.segment = Segment::create(Layout(ranks_.shared, ranks_.size, ranks_.pipes).bytes);
     self.process = ownProcessFds();
     self.doorbell = doorbellOf(ranks_);
   } catch (const Error& error) {  // all ranks read it
@@ -305,7 +307,7 @@ void HostLeader::admit(Caller& caller, const Fields& fields, std::vector<Fd> fds
                                      host);
   member.pid = caller.pid;
   member.host = host;
-  member.segment = Segment::attach(std::move(fds[0]), Layout(ranks_.shared, ranks_.size).bytes);
+  member.segment = Segment::attach(std::move(fds[0]), Layout(ranks_.shared, ranks_.size, ranks_.pipes).bytes);
   member.process = {.pidfd = shareProcessFd(pidfdOf(caller.socket, caller.peer)),
                     .pipe = shareProcessFd(std::move(fds[1]))};
   if (ranks_.pipes) member.doorbell = std::make_shared<Fd>(std::move(fds[2]));
@@ -396,7 +398,7 @@ class HostMember {
  private:
   void sendHello() {
     Member& self = table_.members[static_cast<size_t>(ranks_.rank)];
-    self.segment = Segment::create(Layout(ranks_.shared, ranks_.size).bytes);
+    self.segment = Segment::create(Layout(ranks_.shared, ranks_.size, ranks_.pipes).bytes);
     Fields hello = ranks_.entry;
     hello["say"] = "hello";
     hello["secret"] = ranks_.secret;
@@ -454,7 +456,7 @@ class HostMember {
       member.pid = static_cast<int>(number(fields, entryOf("pid", r).c_str()));
       member.host = fieldOf(fields, entryOf("host", r).c_str());
       if (r != ranks_.rank)
-        member.segment = Segment::attach(std::move(*fd), Layout(ranks_.shared, ranks_.size).bytes);
+        member.segment = Segment::attach(std::move(*fd), Layout(ranks_.shared, ranks_.size, ranks_.pipes).bytes);
       ++fd;
       member.process.pipe = shareProcessFd(std::move(*fd++));
       if (ranks_.pipes) {

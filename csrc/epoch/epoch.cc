@@ -126,11 +126,11 @@ Epoch::Epoch(int rank, std::unique_ptr<Network> made, Hosts among, HostMemory lo
       hosts(std::make_unique<Hosts>(std::move(among))),
       network(std::move(made)),
       arbiter(std::make_unique<Arbiter>(
-          network->view(*hosts, this->options),
+          network->view(*hosts, host_memory_, this->options),
           shared.goesOn() ? AfterLoss::kNeedsEpoch : AfterLoss::kFails, shared.min_ranks)),
       wires(wiresBetween(*network, *hosts, shared, host_memory_, *arbiter)),
       closed_first_(network.get()),
-      messenger(std::make_unique<Messenger>(rank, network->channels(), *arbiter, executor,
+      messenger(std::make_unique<Messenger>(rank, network->channels(*hosts, host_memory_), *arbiter, executor,
                                             this->options, users_patience_)) {}
 
 Epoch::~Epoch() {

@@ -10,6 +10,7 @@
 #include "base/error.h"
 #include "base/limits.h"
 #include "base/text.h"
+#include "p2p/messenger.h"
 #include "transport/shm/byte_pipe.h"
 #include "transport/tcp/handshake.h"
 #include "transport/tcp/stream.h"
@@ -52,13 +53,21 @@ void Network::close() {
   for (net::Reactor::Timer timer : std::exchange(timers_, {})) reactor_->cancel(timer);
 }
 
-std::unique_ptr<PeerView> Network::view(const Hosts& hosts, const GroupOptions& options) {
+std::unique_ptr<PeerView> Network::view(const Hosts& hosts, const HostMemory& local_memory,
+                                        const GroupOptions& options) {
   std::vector<Seat> seats;
-  for (int r = 0; r < size_; ++r)
-    seats.push_back({.page = &pages_[static_cast<size_t>(r)],
+  for (int r = 0; r < size_; ++r) {
+    const bool is_here = hosts.hostOf(r) == hosts.hostOf(rank_);
+    RankPage* const page = &pages_[static_cast<size_t>(r)];
+    uint32_t* word = r == rank_ ? &page->messenger_wake_word : nullptr;
+    in_memory_.push_back(is_here && !local_memory.members.empty());
+    if (in_memory_.back()) word = &pageOf(local_memory, hosts.localRankOf(r)).messenger_wake_word;
+    seats.push_back({.page = page,
                      .process = {},
                      .name = hosts.nameOf(r),
-                     .pid = hosts.hostOf(r) == hosts.hostOf(rank_) ? hosts.pidOf(r) : 0});
+                     .pid = is_here ? hosts.pidOf(r) : 0,
+                     .messenger_word = word});
+  }
   auto view = std::make_unique<MirrorView>(rank_, std::move(seats), options, *this);
   view_ = view.get();
   return view;
@@ -68,15 +77,16 @@ std::unique_ptr<PeerView> Network::view(const Hosts& hosts, const GroupOptions& 
 std::unique_ptr<Neighbours> Network::neighbours(const Hosts& hosts,
                                                 const HostMemory& local_memory) const {
   if (local_memory.members.empty()) return nullptr;
-  const Layout at(local_memory.options, static_cast<int>(local_memory.members.size()));
+  const Layout at(local_memory.options, static_cast<int>(local_memory.members.size()),
+                  /*pipes=*/true);
   std::vector<PipeMemory> members;
   std::vector<int> positions;
   for (int place = 0; const int rank : hosts.localRanks()) {
     std::byte* const memory = memoryOf(local_memory, place);
     members.push_back(
         {.page = &pageOf(local_memory, place),
-         .boxes = reinterpret_cast<Box*>(memory + at.boxes),
-         .rings = memory + at.rings,
+         .boxes = reinterpret_cast<Box*>(memory + at.pipe_boxes),
+         .rings = memory + at.pipe_rings,
          .doorbell = local_memory.members[static_cast<size_t>(place)].doorbell->get()});
     positions.push_back(positionOf(rank));
     ++place;
@@ -166,11 +176,18 @@ void Network::route(net::Socket socket, const net::PeerHello& caller) {
   }
 }
 
-std::vector<Engine::Channels> Network::channels() {
+std::vector<Engine::Channels> Network::channels(const Hosts& hosts,
+                                                const HostMemory& local_memory) {
   own_ring_ = std::make_unique<std::byte[]>(kRingBytes);
   own_box_ = std::make_unique<Box>();
-  std::vector<Engine::Channels> channels;
+  std::vector<Engine::Channels> here, channels;
+  if (in_memory_[static_cast<size_t>(rank_)])
+    here = messageRings(local_memory, hosts.localRankOf(rank_));
   for (int r = 0; r < size_; ++r) {
+    if (in_memory_[static_cast<size_t>(r)]) {
+      channels.push_back(here[static_cast<size_t>(hosts.localRankOf(r))]);
+      continue;
+    }
     if (r == rank_) {
       channels.push_back({.out = {own_ring_.get(), own_box_->filled, own_box_->emptied},
                           .in = {own_ring_.get(), own_box_->filled, own_box_->emptied},
@@ -242,7 +259,7 @@ void Network::wakePeer(int rank) {
 }
 
 bool Network::mayReceiveFrom(int rank) {
-  return carrier_->mayReceiveFrom(rank);
+  return !in_memory_[static_cast<size_t>(rank)] && carrier_->mayReceiveFrom(rank);
 }
 
 void Network::callLater(Nanos delay, std::function<void()> then) {

@@ -1,9 +1,10 @@
 // The sockets of a group whose ranks do not share memory.  They replace shared pages:
 //
 //     control ring   liveness, departures, failures, progress (control/control.h)
-//     transport      data of collectives (transport/transport.h), moved by the thread that waits;
-//                    between ranks of one host through memory, if they share it
+//     transport      data of collectives (transport/transport.h), moved by the thread that waits
 //     forwarder      messages (p2p/message_forwarder.h), moved by the reactor's thread
+//
+// Between ranks of one host both go through memory, if they share it.
 //
 // The bootstrap made the control connections (bootstrap/host_links.h); all others are made when
 // they are first used.
@@ -37,16 +38,17 @@ class Network final : public PeerChannel, private net::MessageForwarder::Listene
   explicit Network(std::unique_ptr<HostLinks> links);
   ~Network() override;
 
-  // The view of the ranks, to which it then reports news.
-  std::unique_ptr<PeerView> view(const Hosts& hosts, const GroupOptions& options);
+  // The view of the ranks, to which it then reports news.  The ranks of `local_memory`, if there
+  // are any, are this host's, and reach each other there.  It must live as long.
+  std::unique_ptr<PeerView> view(const Hosts& hosts, const HostMemory& local_memory,
+                                 const GroupOptions& options);
   // Starts to report news to the view, which is that of `arbiter`.  The ranks of the transport are
-  // in the order of `ring`.  Those of `local_memory`, if there are any, are this host's, and reach
-  // each other there.  The transport must not outlive this object or the memory.  Call `leave` or
-  // `close` before the transport or the arbiter is destroyed.
+  // in the order of `ring`.  The transport must not outlive this object or the memory.  Call `leave`
+  // or `close` before the transport or the arbiter is destroyed.
   std::unique_ptr<Transport> start(Arbiter& arbiter, const Hosts& hosts,
                                    const HostMemory& local_memory);
   // The channels for messages to and from each rank.
-  std::vector<Engine::Channels> channels();
+  std::vector<Engine::Channels> channels(const Hosts& hosts, const HostMemory& local_memory);
   const SharedOptions& sharedOptions() const { return links_->sharedOptions(); }
   const HostRing& ring() const { return links_->ring(); }
   const WireCost& cost() const { return links_->cost(); }
@@ -98,6 +100,7 @@ class Network final : public PeerChannel, private net::MessageForwarder::Listene
   WaitGuard* guard_ = nullptr;
   std::vector<int> positions_;  // by rank; empty where that is its number
 
+  std::vector<bool> in_memory_;  // by rank: messages do not take sockets
   std::unique_ptr<RankPage[]> pages_;
   std::unique_ptr<std::byte[]> own_ring_;  // for messages to oneself
   std::unique_ptr<Box> own_box_;

@@ -135,7 +135,7 @@ std::unique_ptr<Wires> wiresBetween(Network& network, const Hosts& hosts,
   std::unique_ptr<Transport> transport = network.start(arbiter, hosts, local_memory);
   size_t memory = static_cast<size_t>(hosts.size()) * sizeof(RankPage);
   if (const auto here = static_cast<int>(local_memory.members.size()); here > 0)
-    memory += Layout(local_memory.options, here).bytes;
+    memory += Layout(local_memory.options, here, /*pipes=*/true).bytes;
   try {
     StreamOptions options{.algorithm = shared.algorithm,
                           .cost = network.cost(),

@@ -56,8 +56,9 @@ bool MirrorView::await(const std::vector<int>& ranks, uint64_t since, Nanos leas
 }
 
 void MirrorView::wakeMessenger(int rank) {
-  if (rank != rank_) return channel_.wakePeer(rank);
-  wakeSleeper(page(rank).messenger_wake_word);
+  uint32_t* const word = peer(rank).seat.messenger_word;
+  if (!word) return channel_.wakePeer(rank);
+  if (std::atomic_ref(*word).load(std::memory_order_seq_cst)) wakeSleeper(*word);
 }
 
 // ---- news

@@ -22,7 +22,8 @@ class PeerChannel {
   // Asks all ranks for their progress; answers arrive as onProgress().  With `since`, the answers
   // include the operations announced from that one on, and the question is sent at once.
   virtual void askForProgress(uint64_t since = kNoOperation) = 0;
-  // Tells that rank that it has new messages, or room to send.
+  // Tells that rank, with which this one shares no memory, that it has new messages, or room to
+  // send.
   virtual void wakePeer(int rank) = 0;
 
   // ---- in the reactor's thread

@@ -10,11 +10,14 @@ namespace ringreduce {
 
 std::vector<Seat> seatsOf(const HostMemory& host_memory) {
   std::vector<Seat> seats;
-  for (const Member& member : host_memory.members)
-    seats.push_back({.page = reinterpret_cast<RankPage*>(member.segment->data()),
+  for (const Member& member : host_memory.members) {
+    auto* const page = reinterpret_cast<RankPage*>(member.segment->data());
+    seats.push_back({.page = page,
                      .process = member.process,
                      .name = "pid " + std::to_string(member.pid) + " on host " + member.host,
-                     .pid = 0});
+                     .pid = 0,
+                     .messenger_word = &page->messenger_wake_word});
+  }
   return seats;
 }
 
@@ -113,7 +116,7 @@ void PeerView::onEnded(int rank, const std::string& how) {
 void PeerView::wakeAll() const {
   for (int r = 0; r < size_; ++r) {
     wake(page(r));
-    wakeSleeper(page(r).messenger_wake_word);
+    if (uint32_t* const word = peer(r).seat.messenger_word) wakeSleeper(*word);
   }
 }
 

@@ -35,6 +35,8 @@ struct Seat {
   ProcessFds process;  // none if it is on another host
   std::string name;    // "pid 7 on host a"
   int pid;             // if it is on this host and `process` has nothing; else 0
+  // 1 while it sleeps and waits for messages; null if it shares no memory with this rank.
+  uint32_t* messenger_word = nullptr;
 };
 std::vector<Seat> seatsOf(const HostMemory& host_memory);
 
@@ -50,6 +52,8 @@ class PeerView {
   int size() const { return size_; }
   const GroupOptions& options() const { return options_; }
   RankPage& page(int rank) const { return *peer(rank).seat.page; }
+  // Where this rank sleeps while it waits for messages.
+  uint32_t& messengerWord() const { return *peer(rank_).seat.messenger_word; }
 
   // ---- what each view answers in its own way
 

@@ -128,7 +128,7 @@ bool Messenger::pass(Nanos at) {
   if (over.empty()) return moved;
   finish(over, nullptr);
   // The driver may sleep and wait for a message that this thread has just finished.
-  if (others_wait) wakeSleeper(arbiter_.peers().page(rank_).messenger_wake_word);
+  if (others_wait) wakeSleeper(arbiter_.peers().messengerWord());
   notifyUsers();
   return true;
 }
@@ -302,7 +302,7 @@ bool Messenger::await(Delivery& delivery, Nanos longest, Nanos timeout) {
     bool thread_drives;
   } const user(*this, delivery, clock.startedAt());
   if (user.thread_drives)
-    wakeSleeper(arbiter_.peers().page(rank_).messenger_wake_word);  // it makes way
+    wakeSleeper(arbiter_.peers().messengerWord());  // it makes way
 
   while (!delivery.isDone()) {
     std::unique_lock lock(mutex_);
@@ -341,7 +341,7 @@ bool Messenger::await(Delivery& delivery, Nanos longest, Nanos timeout) {
 
 // Until a peer wakes this rank, or for a few milliseconds.
 void Messenger::sleep(const Delivery* waited_for) {
-  uint32_t& word = arbiter_.peers().page(rank_).messenger_wake_word;
+  uint32_t& word = arbiter_.peers().messengerWord();
   std::atomic_ref(word).store(1, std::memory_order_seq_cst);
   const bool moved = pass();
   const bool done = waited_for ? waited_for->isDone() : wantedByUsers();
@@ -469,7 +469,7 @@ void Messenger::stop(void (*poll)(), Nanos timeout) {
     // The thread cannot join itself: a later call from another thread does.
     if (thread_.get_id() != std::this_thread::get_id()) thread.swap(thread_);
   }
-  wakeSleeper(arbiter_.peers().page(rank_).messenger_wake_word);
+  wakeSleeper(arbiter_.peers().messengerWord());
   if (thread.joinable()) thread.join();
 }
 

@@ -173,6 +173,14 @@ def moves(me: Rank) -> list[int]:
         for t in several:
             dist.all_reduce(t)
     keep(*several)
+    # Messages to a rank of this host, to one of the other, and to itself.
+    for peer in (me.rank ^ 1, me.rank ^ 2, me.rank):
+        for size in (ELEMENTS, 100):
+            got = torch.empty(size)
+            ends = [dist.P2POp(dist.isend, mine[:size], peer), dist.P2POp(dist.irecv, got, peer)]
+            for work in dist.batch_isend_irecv(ends):
+                work.wait()
+            keep(got)
     dist.barrier()
     return found
 
