@@ -307,7 +307,8 @@ void HostLeader::admit(Caller& caller, const Fields& fields, std::vector<Fd> fds
                                      host);
   member.pid = caller.pid;
   member.host = host;
-  member.segment = Segment::attach(std::move(fds[0]), Layout(ranks_.shared, ranks_.size, ranks_.pipes).bytes);
+  member.segment =
+      Segment::attach(std::move(fds[0]), Layout(ranks_.shared, ranks_.size, ranks_.pipes).bytes);
   member.process = {.pidfd = shareProcessFd(pidfdOf(caller.socket, caller.peer)),
                     .pipe = shareProcessFd(std::move(fds[1]))};
   if (ranks_.pipes) member.doorbell = std::make_shared<Fd>(std::move(fds[2]));
@@ -456,7 +457,8 @@ class HostMember {
       member.pid = static_cast<int>(number(fields, entryOf("pid", r).c_str()));
       member.host = fieldOf(fields, entryOf("host", r).c_str());
       if (r != ranks_.rank)
-        member.segment = Segment::attach(std::move(*fd), Layout(ranks_.shared, ranks_.size, ranks_.pipes).bytes);
+        member.segment =
+            Segment::attach(std::move(*fd), Layout(ranks_.shared, ranks_.size, ranks_.pipes).bytes);
       ++fd;
       member.process.pipe = shareProcessFd(std::move(*fd++));
       if (ranks_.pipes) {

@@ -40,9 +40,9 @@ struct HostMemory {
   std::vector<Member> members;  // by rank
 };
 
-// A rank's shared memory: its page, the exchange's slots, the inbound link's slots, a box and a ring
-// for each rank's messages, and with `pipes` as many again for pipes (transport/shm/byte_pipe.h).
-// Pages that nothing was written to cost nothing.
+// A rank's shared memory: its page, the exchange's slots, the inbound link's slots, a box and a
+// ring for each rank's messages, and with `pipes` as many again for pipes
+// (transport/shm/byte_pipe.h). Pages that nothing was written to cost nothing.
 struct Layout {
   explicit Layout(const SharedOptions& options, int world_size, bool pipes = false);
   size_t exchange, link, boxes, rings, pipe_boxes, pipe_rings, bytes;  // offsets, and the whole

@@ -130,8 +130,8 @@ Epoch::Epoch(int rank, std::unique_ptr<Network> made, Hosts among, HostMemory lo
           shared.goesOn() ? AfterLoss::kNeedsEpoch : AfterLoss::kFails, shared.min_ranks)),
       wires(wiresBetween(*network, *hosts, shared, host_memory_, *arbiter)),
       closed_first_(network.get()),
-      messenger(std::make_unique<Messenger>(rank, network->channels(*hosts, host_memory_), *arbiter, executor,
-                                            this->options, users_patience_)) {}
+      messenger(std::make_unique<Messenger>(rank, network->channels(*hosts, host_memory_), *arbiter,
+                                            executor, this->options, users_patience_)) {}
 
 Epoch::~Epoch() {
   retire();  // if it has not left

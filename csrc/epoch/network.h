@@ -43,8 +43,8 @@ class Network final : public PeerChannel, private net::MessageForwarder::Listene
   std::unique_ptr<PeerView> view(const Hosts& hosts, const HostMemory& local_memory,
                                  const GroupOptions& options);
   // Starts to report news to the view, which is that of `arbiter`.  The ranks of the transport are
-  // in the order of `ring`.  The transport must not outlive this object or the memory.  Call `leave`
-  // or `close` before the transport or the arbiter is destroyed.
+  // in the order of `ring`.  The transport must not outlive this object or the memory.  Call
+  // `leave` or `close` before the transport or the arbiter is destroyed.
   std::unique_ptr<Transport> start(Arbiter& arbiter, const Hosts& hosts,
                                    const HostMemory& local_memory);
   // The channels for messages to and from each rank.

@@ -301,8 +301,7 @@ bool Messenger::await(Delivery& delivery, Nanos longest, Nanos timeout) {
     Messenger& messenger;
     bool thread_drives;
   } const user(*this, delivery, clock.startedAt());
-  if (user.thread_drives)
-    wakeSleeper(arbiter_.peers().messengerWord());  // it makes way
+  if (user.thread_drives) wakeSleeper(arbiter_.peers().messengerWord());  // it makes way
 
   while (!delivery.isDone()) {
     std::unique_lock lock(mutex_);
