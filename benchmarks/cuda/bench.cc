@@ -25,8 +25,11 @@ Choice choiceOf(Path path) {
 
 bool exists(Path path, DType dtype, ReduceOp op, size_t bytes) {
   if (path == Path::kLL && bytes > ringreduce::cuda::kLLMost) return false;
-  return !isFixed(path) || (ringreduce::cuda::hasFixedKernels(dtype) &&
-                            (op == ReduceOp::kSum || op == ReduceOp::kAvg));
+  if (isFixed(path))
+    return ringreduce::cuda::hasFixedKernels(dtype) &&
+           (op == ReduceOp::kSum || op == ReduceOp::kAvg);
+  return isDirect(path) ||
+         ringreduce::cuda::hasKernel(ringreduce::cuda::kernelOf(choiceOf(path)), dtype);
 }
 
 Times copyTimes(size_t bytes, int rounds) {

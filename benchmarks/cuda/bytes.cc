@@ -57,6 +57,7 @@ int runBytes(const Settings& settings) {
     for (DType dtype : settings.dtypes)
       for (Path path : settings.paths) {
         if (path == Path::kDirectStaged || isFixed(path)) continue;
+        if (!exists(path, dtype, ReduceOp::kSum, bytes)) continue;
         // The direct kernel by itself needs no registered buffers.
         const std::string why = isDirect(path) ? "" : bench.whyNot(path);
         if (!why.empty()) {

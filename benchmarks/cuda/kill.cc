@@ -1,10 +1,16 @@
 // kill: a rank, a process, is killed amid calls, another time stopped.  The others must raise an
 // error that names it; a new group of them and one new process must work, and the GPU be free for
 // them.  A stopped rank goes on once the others have raised, and must raise too.
+//
+// A rank is killed twice: once while the others use its slots, and once while they read and write
+// its registered tensors, as they do DDP's buckets.  That they may is a promise of CUDA's: memory
+// that was shared by a descriptor lives as long as anybody maps it.  If it did not hold, their GPU
+// would be ruined, and their new group not work.
 #include <signal.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <cstring>
 
@@ -23,6 +29,12 @@ constexpr Nanos kTimeout = 4 * kSecond;  // after which a stopped rank is an err
 constexpr Nanos kBeforeDeath = 300 * kMillisecond;
 constexpr int kMostRanks = 17;  // of Settings, and the new one
 
+// What happens to a rank.
+struct Fate {
+  bool stopped = false;     // else killed
+  bool registered = false;  // the tensors are
+};
+
 struct RankPage {
   int gpus;
   std::atomic<Nanos> killed;  // or stopped
@@ -32,7 +44,7 @@ struct RankPage {
     double raised_s, kernel_ms, again_ms;
     size_t wrong;
     pid_t pid;
-    char algorithm[32], text[800];
+    char algorithm[32], not_registered[800], text[800];
   };
   Rank ranks[kMostRanks];
 };
@@ -40,12 +52,12 @@ struct RankPage {
 // A rank of one group: its communicator, its data and what must come of it.
 class Rank {
  public:
-  Rank(Store& store, const std::string& group, int rank, int size, int gpu)
-      : rank_(rank),
+  Rank(Store& store, const std::string& group, int rank, int size, int gpu, bool registered = false)
+      : data_(rank, kBytes),
         comm_(HostCommunicator::create(Group::create(store, rank, size, optionsOf(group)), gpu,
                                        cuda::CommunicatorOptions{})),
-        data_(rank, kBytes),
         expected_(kBytes) {
+    if (registered) registerData();
     job_.what = {.ranks = size,
                  .count = kBytes / sizeof(float),
                  .dtype = DType::kFloat32,
@@ -62,43 +74,66 @@ class Rank {
                       .output = data_.output(job_),
                       .count = job_.what.count,
                       .dtype = job_.what.dtype,
-                      .op = job_.what.op},
+                      .op = job_.what.op,
+                      .registered = registered_},
                      stream_.get());
     if (!comm_->wait(gpu::kHang)) throw std::runtime_error("an all-reduce neither ends nor raises");
   }
 
-  // Elements of the last result that are wrong; after an error it may be poisoned instead.
+  // Elements of the last result that are wrong; after an error it may be poisoned instead, and
+  // where peers wrote to it themselves, in part.
   size_t wrong(bool may_be_poisoned) {
     gpu::finish(stream_.get(), "a stream after an error");
     if (may_be_poisoned && data_.isPoisoned(job_, stream_.get())) return 0;
     data_.compare(job_, expected_, stream_.get());
     gpu::finish(stream_.get(), "a comparison");
-    const Found found = data_.found(job_, expected_);
+    Found found = data_.found(job_, expected_);
+    if (may_be_poisoned && registered_)
+      for (const float one : gpu::fromGpu<float>(data_.output(job_), job_.what.count))
+        found.wrong -= std::isnan(one);
     if (found.wrong > 0) std::printf("WRONG: %s\n", found.first.c_str());
     return found.wrong;
   }
 
   std::string algorithm() const {
-    return cuda::kChoiceNames[static_cast<size_t>(comm_->chosen(job_.what.count, job_.what.dtype))];
+    const cuda::Choice chosen = comm_->chosen(job_.what.count, job_.what.dtype);
+    if (registered_ && chosen != cuda::Choice::kDirect && cuda::fixedSizeOf(comm_->size()) >= 0)
+      return name(Path::kZeroCopy);
+    return cuda::kChoiceNames[static_cast<size_t>(chosen)];
   }
+  // Why the tensors could not be registered; "" if nobody asked for that.
+  const std::string& whyNotRegistered() const { return why_not_registered_; }
 
  private:
+  void registerData() {
+    // Legacy IPC promises nothing of memory whose owner has been killed.
+    if (comm_->access() != cuda::MemoryAccess::kDescriptor)
+      why_not_registered_ = std::string("ranks reach each other's memory by ") +
+                            cuda::name(comm_->access()) + ", not by descriptor";
+    data_.move([&](void* data, size_t bytes) { return comm_->lastingMemory(data, bytes, {}); });
+    for (const gpu::Buffer* buffer : {&data_.inputBuffer(), &data_.outputBuffer()})
+      if (why_not_registered_.empty())
+        why_not_registered_ = comm_->registerBuffer(buffer->get(), buffer->bytes());
+    registered_ = why_not_registered_.empty();
+  }
+
   static GroupOptions optionsOf(const std::string& group) {
     GroupOptions options = groupOptions(group);
     options.timeout = kTimeout;
     return options;
   }
 
-  const int rank_;
+  RankData data_;  // before what may have it registered
   const std::shared_ptr<HostCommunicator> comm_;
-  const RankData data_;
+  bool registered_ = false;
+  std::string why_not_registered_;
   Expected expected_;
   const gpu::Stream stream_;
   Job job_;
 };
 
 // All-reduces until one raises, as it must: then tells when and what.
-void untilItRaises(Rank& rank, RankPage& page, RankPage::Rank& report, int victim, bool stop) {
+void untilItRaises(Rank& rank, RankPage& page, RankPage::Rank& report, int victim, bool stopped) {
   const Nanos deadline = deadlineIn(gpu::kHang);
   try {
     while (now() < deadline) rank.allReduce();
@@ -107,14 +142,14 @@ void untilItRaises(Rank& rank, RankPage& page, RankPage::Rank& report, int victi
     std::snprintf(report.text, sizeof report.text, "%s", error.what());
     if (page.killed == 0)
       throw std::runtime_error("raised before a rank was killed: " + std::string(error.what()));
-    if (error.kind() != (stop ? Failure::kTimeout : Failure::kPeerLost) ||
+    if (error.kind() != (stopped ? Failure::kTimeout : Failure::kPeerLost) ||
         !std::strstr(report.text, ("rank " + std::to_string(victim)).c_str()))
       throw std::runtime_error("does not say that rank " + std::to_string(victim) + " is " +
-                               (stop ? "late: " : "lost: ") + error.what());
+                               (stopped ? "late: " : "lost: ") + error.what());
     return;
   }
   throw std::runtime_error("no error, though rank " + std::to_string(victim) + " was " +
-                           (stop ? "stopped" : "killed"));
+                           (stopped ? "stopped" : "killed"));
 }
 
 // What a kernel takes that waits for nobody: with the GPU held by one that spins, for ever.
@@ -130,21 +165,21 @@ double kernelMilliseconds() {
 
 // Ranks 0 to size-2 survive, size-1 is killed or stopped, and process `size` takes its place
 // afterwards.
-void body(Store& store, Store& again, RankPage& page, int process, int size, bool stop) {
+void body(Store& store, Store& again, RankPage& page, int process, int size, Fate fate) {
   const int victim = size - 1, rank_again = std::min(process, victim);
   const int gpu = rank_again % page.gpus;
   RankPage::Rank& report = page.ranks[process];
   report.pid = getpid();
   if (process < size) {
     gpu::must(cudaSetDevice(gpu), "use the GPU");
-    Rank rank(store, "before", process, size, gpu);
+    Rank rank(store, "before", process, size, gpu, fate.registered);
     for (int i = 0; i < 10; ++i) rank.allReduce();
     if (process == victim) {
-      std::thread([&page, stop] {
+      std::thread([&page, fate] {
         std::this_thread::sleep_for(std::chrono::nanoseconds(kBeforeDeath));
         page.victim = getpid();
         page.killed = now();
-        kill(getpid(), stop ? SIGSTOP : SIGKILL);
+        kill(getpid(), fate.stopped ? SIGSTOP : SIGKILL);
       }).detach();
       try {
         for (;;) rank.allReduce();
@@ -154,7 +189,9 @@ void body(Store& store, Store& again, RankPage& page, int process, int size, boo
       }
     }
     std::snprintf(report.algorithm, sizeof report.algorithm, "%s", rank.algorithm().c_str());
-    untilItRaises(rank, page, report, victim, stop);
+    std::snprintf(report.not_registered, sizeof report.not_registered, "%s",
+                  rank.whyNotRegistered().c_str());
+    untilItRaises(rank, page, report, victim, fate.stopped);
     report.wrong = rank.wrong(true);
   }
   if (process < size) {
@@ -163,7 +200,7 @@ void body(Store& store, Store& again, RankPage& page, int process, int size, boo
     const Nanos deadline = deadlineIn(2 * gpu::kHang);
     while (page.over < size - 1 && now() < deadline)
       std::this_thread::sleep_for(std::chrono::milliseconds(2));
-    if (stop && page.victim != 0) kill(page.victim, SIGCONT);
+    if (fate.stopped && page.victim != 0) kill(page.victim, SIGCONT);
     if (page.over < size - 1) throw std::runtime_error("the survivors are not done");
     gpu::must(cudaSetDevice(gpu), "use the GPU");
   }
@@ -177,7 +214,7 @@ void body(Store& store, Store& again, RankPage& page, int process, int size, boo
 
 // What came of it, with a line for the table; whether all is as it must be.
 bool tell(const Settings& settings, const RankPage& page, const processes::Ends& ends, int size,
-          bool stop) {
+          Fate fate) {
   bool good = true;
   std::vector<double> raised, pids;
   size_t wrong = 0;
@@ -186,7 +223,7 @@ bool tell(const Settings& settings, const RankPage& page, const processes::Ends&
     const RankPage::Rank& one = page.ranks[i];
     const bool victim = i == size - 1;
     pids.push_back(one.pid);
-    if (victim && !stop ? end != "killed by signal 9" : !end.empty()) {
+    if (victim && !fate.stopped ? end != "killed by signal 9" : !end.empty()) {
       std::printf("FAILED: process %d: %s\n", i, end.empty() ? "it lives" : end.c_str());
       good = false;
     }
@@ -200,11 +237,15 @@ bool tell(const Settings& settings, const RankPage& page, const processes::Ends&
                 i < size ? "rank" : "the new process in place of rank", i < size ? i : size - 1,
                 one.kernel_ms, one.again_ms);
   }
+  const bool registered = fate.registered && page.ranks[0].not_registered[0] == 0;
+  if (registered != fate.registered)
+    std::printf("# without registered tensors: %s\n", page.ranks[0].not_registered);
   const Times times = timesOf(raised);
   std::printf("%zu wrong; all had raised after %.3f s\n", wrong, times.most / 1e6);
   std::fflush(stdout);
   Json line;
-  line.add("mode", stop ? "stop" : "kill").add("ranks", size).add("gpus", page.gpus);
+  line.add("mode", fate.stopped ? "stop" : "kill").add("registered", registered);
+  line.add("ranks", size).add("gpus", page.gpus);
   line.add("sharing", page.gpus < size).add("algorithm", page.ranks[0].algorithm);
   line.add("dtype", "float32").add("op", "SUM").add("bytes", kBytes).add("time_us", times);
   line.add("algbw", 0)
@@ -221,20 +262,21 @@ bool tell(const Settings& settings, const RankPage& page, const processes::Ends&
 int runKill(const Settings& settings) {
   bool good = true;
   for (int size : settings.ranks)
-    for (const bool stop : {false, true}) {
+    for (const Fate fate : {Fate{}, Fate{.registered = true}, Fate{.stopped = true}}) {
       Shared<RankPage> page;
       const std::string unknown = processes::run(1, [&](int) { page->gpus = gpusFor(size); })[0];
       if (!unknown.empty()) throw std::runtime_error(unknown);
-      std::printf("%s\n", titleOf(size, page->gpus,
-                                  std::string("each a process, of which one is ") +
-                                      (stop ? "stopped" : "killed") +
-                                      " amid all-reduces of 1 MiB; then a new group with a new "
-                                      "process")
-                              .c_str());
+      std::printf("%s\n",
+                  titleOf(size, page->gpus,
+                          std::string("each a process, of which one is ") +
+                              (fate.stopped ? "stopped" : "killed") + " amid all-reduces of 1 MiB" +
+                              (fate.registered ? " in registered tensors" : "") +
+                              "; then a new group with a new process")
+                      .c_str());
       processes::SharedStore store, again;
       const processes::Ends ends = processes::run(
-          size + 1, [&](int process) { body(store, again, *page, process, size, stop); });
-      good = tell(settings, *page, ends, size, stop) && good;
+          size + 1, [&](int process) { body(store, again, *page, process, size, fate); });
+      good = tell(settings, *page, ends, size, fate) && good;
     }
   return good ? kOk : kWrong;
 }

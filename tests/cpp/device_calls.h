@@ -200,13 +200,13 @@ void runKernel(B& block, const Call& call, RankCall rank_call, const PeerTensors
         return zeroCopyBlock<E, Rules, P>(block, comm, rank_call, tensors, channel, call.blocks);
     if constexpr (compiled.one_shot && P > 0)
       if (call.ll) return llBlock<E, Rules, P>(block, comm, rank_call, channel, call.blocks);
-    if constexpr (compiled.one_shot)
+    if constexpr (compiled.one_shot && hasKernel(kOneShot, dtype))
       if (call.algorithm == kOneShot)
         allReduceBlock<kOneShot, E, Rules, P>(block, comm, rank_call, channel, call.blocks);
     if constexpr (compiled.two_shot)
       if (call.algorithm == kTwoShot)
         allReduceBlock<kTwoShot, E, Rules, P>(block, comm, rank_call, channel, call.blocks);
-    if constexpr (compiled.ring && P == 0)
+    if constexpr (compiled.ring && P == 0 && hasKernel(kRing, dtype))
       if (call.algorithm == kRing)
         allReduceBlock<kRing, E, Rules>(block, comm, rank_call, channel, call.blocks);
   };

@@ -186,7 +186,8 @@ TEST(all_kinds_of_calls_give_the_canonical_bits) {
     hands[deck[random() % deck.size()]].emplace_back(kind, algorithm, dtype, op);
   };
   forEachPair(kTested, [&](DType dtype, ReduceOp op) {
-    for (DeviceAlgorithm algorithm : kAllAlgorithms) deal(Kind::kAllReduce, algorithm, dtype, op);
+    for (DeviceAlgorithm algorithm : kAllAlgorithms)
+      if (hasKernel(algorithm, dtype)) deal(Kind::kAllReduce, algorithm, dtype, op);
     for (int again = 0; again < 2; ++again)
       deal(Kind::kReduceScatter, DeviceAlgorithm::kTwoShot, dtype, op);
     if (op == ReduceOp::kSum)
@@ -232,12 +233,17 @@ TEST(bits_are_those_of_the_cpus_ring) {
   for (DeviceAlgorithm algorithm : kAllAlgorithms) {
     Ranks ranks(t.layout(P));
     Calls calls(ranks);
-    for (const Case& c : cases) calls.add({.algorithm = algorithm, .numbers = &c, .count = kCount});
+    std::vector<size_t> added;
+    for (size_t i = 0; i < cases.size(); ++i) {
+      if (!hasKernel(algorithm, cases[i].dtype)) continue;
+      calls.add({.algorithm = algorithm, .numbers = &cases[i], .count = kCount});
+      added.push_back(i);
+    }
     runAll(calls, {P, 1, 1});
-    for (size_t i = 0; i < cases.size(); ++i)
+    for (size_t k = 0; k < added.size(); ++k)
       for (int r = 0; r < P; ++r)
-        cases[i].expect(calls.tensors(i, r).result(), by_cpu[static_cast<size_t>(r)][i],
-                        "by GPU and by CPU");
+        cases[added[k]].expect(calls.tensors(k, r).result(),
+                               by_cpu[static_cast<size_t>(r)][added[k]], "by GPU and by CPU");
   }
 }
 

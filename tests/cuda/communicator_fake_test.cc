@@ -1,6 +1,7 @@
 // The communicator's calls of CUDA, on the fake: what it asks beside others' captures, and what
 // becomes of all ranks if one cannot put its work into a stream.  No kernel runs.
 #define CHECK_OWN_MAIN
+#include <array>
 #include <cstdlib>
 #include <span>
 
@@ -12,15 +13,22 @@
 
 // In place of the kernels, which nvcc compiles.
 namespace ringreduce::cuda {
-constexpr char kLL = 0;  // of LL; the others need not be told apart
+constexpr char kLL = 0, kFixed = 0;  // of a number of ranks: of them only LL need be told apart
+constexpr char kAllReduce[kDeviceAlgorithms] = {};
 const Kernels& kernelsOf(DType dtype) {
-  static const Kernels none{};
-  static const Kernels with_fixed = [] {
-    Kernels kernels{};
-    for (FixedKernels& fixed : kernels.fixed) fixed = {&none, &none, &none, &kLL};
-    return kernels;
+  static const auto all = [] {
+    std::array<Kernels, kKernelDTypes> made{};
+    for (int t = 0; t < kKernelDTypes; ++t) {
+      const auto of = static_cast<DType>(t);
+      Kernels& kernels = made[static_cast<size_t>(t)];
+      for (int a = 0; a < kDeviceAlgorithms; ++a)
+        if (hasKernel(static_cast<DeviceAlgorithm>(a), of)) kernels.all_reduce[a] = &kAllReduce[a];
+      if (hasFixedKernels(of))
+        for (FixedKernels& fixed : kernels.fixed) fixed = {&kFixed, &kFixed, &kFixed, &kLL};
+    }
+    return made;
   }();
-  return hasFixedKernels(dtype) ? with_fixed : none;
+  return all[static_cast<size_t>(dtype)];
 }
 const void* deliverKernel() {
   return nullptr;
@@ -190,6 +198,44 @@ TEST(small_messages_go_by_ll) {
       CHECK(comm->wait(20 * kSecond));
     });
   }
+  fake::run_kernel = nullptr;
+}
+
+// They have no other kernels.
+TEST(integers_and_truth_values_go_by_two_shot_whatever_is_asked_for) {
+  static std::atomic<const void*> launched;
+  fake::run_kernel = [](const void* kernel, void**, int) { launched = kernel; };
+  fake::machine().gpus = 2;
+  alignas(16) static char memory[1024];
+  for (const cuda::Choice wanted :
+       {Choice::kAuto, Choice::kOneShot, Choice::kTwoShot, Choice::kRing, Choice::kLL})
+    peers::run(As::kThreads, 2, [&](Group& group, int) {
+      const auto comm = cuda::HostCommunicator::create(group.shared_from_this(), group.rank(),
+                                                       {.algorithm = wanted, .access = {}});
+      const auto algorithmOf = [&](DType dtype, size_t bytes) {
+        group.run({Barrier{}});
+        launched = memory;
+        group.run({Barrier{}});
+        const size_t count = bytes / sizeOf(dtype);
+        comm->allReduce({.input = memory,
+                         .output = memory,
+                         .count = count,
+                         .dtype = dtype,
+                         .op = ReduceOp::kMax},
+                        stream(1));
+        const auto at = static_cast<const char*>(launched.load()) - ringreduce::cuda::kAllReduce;
+        CHECK(static_cast<DeviceAlgorithm>(at) == kernelOf(comm->chosen(count, dtype)));
+        return comm->chosen(count, dtype);
+      };
+      for (const size_t bytes : {size_t{8}, size_t{1} << 30}) {
+        for (const DType dtype : {DType::kInt8, DType::kUInt8, DType::kInt16, DType::kInt32,
+                                  DType::kInt64, DType::kBool})
+          CHECK(algorithmOf(dtype, bytes) == Choice::kTwoShot);
+        const auto of_float = algorithmOf(DType::kFloat64, bytes);
+        if (wanted == Choice::kOneShot || wanted == Choice::kRing) CHECK(of_float == wanted);
+      }
+      CHECK(comm->wait(20 * kSecond));
+    });
   fake::run_kernel = nullptr;
 }
 

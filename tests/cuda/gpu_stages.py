@@ -16,6 +16,7 @@ and where they apply
                 through device memory, at the bandwidth of a copy in the same run
     algorithm   also "nccl"; "hop", one stream's wait and another process's write, H; "copy"
     raised_s    kill: how long each survivor took to raise; the mode of stopped ranks is "stop"
+    registered  kill: whether peers used the tensors of the killed rank where they were
     pids        kill: the processes, none of which may be on a GPU afterwards
     dram_bytes  bytes: what the algorithm's formula says that one launch moves.  Each launch is one
                 kernel, stands between cudaProfilerStart and Stop, and has its line, in order.
@@ -123,7 +124,7 @@ def test_gpus(run: Run) -> None:
 @mark.limit(150)
 @mark.quick
 def test_kill(run: Run) -> None:
-    """a rank is killed, one is stopped: the others raise, the GPUs are free"""
+    """a rank is killed, also with mapped tensors, one stopped: others raise, the GPUs are free"""
     machine, before = run.machine, run.machine.users()
     run.perf("kill", "--ranks", str(machine.every) if run.quick else machine.with_own_gpus or "2,4")
     # Others may use the GPUs at the same time, so neither their processes nor all memory counts.

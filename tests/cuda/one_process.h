@@ -127,6 +127,7 @@ class Ranks {
     if (!facts.cooperative_launch) return "this GPU knows no cooperative grids";
     const int wanted = comm(0).tuning().channels * size();
     for (const void* kernel : cuda::kernelsOf(dtype).all_reduce) {
+      if (!kernel) continue;
       int each = 0;
       gpu::must(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, cuda::kThreads, 0),
                 "ask how many blocks fit");

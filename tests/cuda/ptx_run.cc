@@ -64,7 +64,8 @@ std::vector<Which> everyKernel() {
   std::vector<Which> all;
   for (int t = 0; t < kKernelDTypes; ++t) {
     const auto dtype = static_cast<DType>(t);
-    for (const auto algorithm : {kOne, kTwo, kRing}) all.push_back({algorithm, dtype});
+    for (const auto algorithm : {kOne, kTwo, kRing})
+      if (hasKernel(algorithm, dtype)) all.push_back({algorithm, dtype});
     for (int size = 0; size < kFixedSizes && hasFixedKernels(dtype); ++size) {
       const int ranks = fixedRanks(size);
       for (const auto algorithm : {kOne, kTwo}) all.push_back({algorithm, dtype, ranks});
@@ -134,8 +135,11 @@ void runCase(Program& program, uint64_t seed, std::optional<Which> which = {},
   const size_t count = 1 + below(3);
   for (size_t i = 0; i < count; ++i) {
     const auto any_algorithm = static_cast<DeviceAlgorithm>(below(3));
-    Call call{
-        .algorithm = which ? which->algorithm : any_algorithm, .numbers = &numbers, .count = 0};
+    Call call{.algorithm = which                            ? which->algorithm
+                           : hasKernel(any_algorithm, type) ? any_algorithm
+                                                            : kTwo,
+              .numbers = &numbers,
+              .count = 0};
     call.fixed = which ? which->ranks > 0 : call.canBeFixed() && below(4) > 0;
     call.zero_copy =
         which ? which->zero_copy : call.fixed && call.algorithm == kTwo && below(2) == 0;

@@ -78,7 +78,8 @@ void loadKernels(int ranks) {
   };
   for (int t = 0; t < kKernelDTypes; ++t) {
     const Kernels& kernels = kernelsOf(static_cast<DType>(t));
-    for (const void* kernel : kernels.all_reduce) load(kernel);
+    for (const void* kernel : kernels.all_reduce)
+      if (kernel) load(kernel);
     load(kernels.direct);
     load(kernels.copy_in);
     load(kernels.ring_step);
@@ -234,12 +235,13 @@ void HostCommunicator::abort(const std::string& why) {
 // ---- choosing
 
 Choice HostCommunicator::chosen(size_t count, DType dtype) const {
-  return state_->choose(count * sizeOf(dtype), state_->options.algorithm);
+  return state_->choose(count, dtype, state_->options.algorithm);
 }
 
-Choice HostCommunicator::State::choose(size_t bytes, Choice choice) const {
+Choice HostCommunicator::State::choose(size_t count, DType dtype, Choice choice) const {
   if (choice == Choice::kAuto)
-    return setting.run_at_once ? choiceOf(chooseKernel(tuning, bytes)) : Choice::kDirect;
+    choice = setting.run_at_once ? choiceOf(chooseKernel(tuning, count * sizeOf(dtype)))
+                                 : Choice::kDirect;
   if (choice == Choice::kDirect && !staging)
     throw Error(Failure::kArgument,
                 "the direct schedule needs memory that is taken when the communicator is made: ask "
@@ -253,7 +255,8 @@ Choice HostCommunicator::State::choose(size_t bytes, Choice choice) const {
             "with each other or with ranks of other groups, or are on a GPU that ends long kernels "
             "(one with a display, or under WSL): leave the choice to auto, which takes the direct "
             "schedule");
-  return choice;
+  const bool has_kernel = choice == Choice::kDirect || hasKernel(kernelOf(choice), dtype);
+  return has_kernel ? choice : Choice::kTwoShot;
 }
 
 bool goesByLL(const Tuning& tuning, size_t bytes, Choice wanted) {
@@ -275,7 +278,7 @@ const FixedKernels* HostCommunicator::State::fixedOf(DType dtype, ReduceOp op) c
 }
 
 Choice HostCommunicator::State::choose(const GpuAllReduce& call) const {
-  return choose(call.count * sizeOf(call.dtype), call.algorithm.value_or(options.algorithm));
+  return choose(call.count, call.dtype, call.algorithm.value_or(options.algorithm));
 }
 
 Arithmetic HostCommunicator::State::arithmeticOf(DType dtype, ReduceOp op, double factor) const {

@@ -53,7 +53,7 @@ struct HostCommunicator::State {
   void validate(const GpuReduceScatter& call) const;
   void validate(const GpuAllGather& call) const;
   void validate(const GpuBroadcast& call) const;
-  Choice choose(size_t bytes, Choice wanted) const;
+  Choice choose(size_t count, DType dtype, Choice wanted) const;
   Choice choose(const GpuAllReduce& call) const;
   // Whether calls other than all-reduce take the direct schedule.  The same on all ranks, since
   // rank 0's option holds for all.

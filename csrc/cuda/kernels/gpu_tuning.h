@@ -20,6 +20,8 @@
 // GPU have; there it takes all that is longer.  A ring needs P wires, and its slices are longer,
 // which matters for large messages over PCIe and host memory.
 //
+// Integers and truth values have no kernels but two-shot's (kernel_table.h), which takes all sizes.
+//
 // Reduce-scatter and all-gather of any size go by push: one hop, and (P-1)/P S sent of S in all
 // parts, as little as by a ring's P-1 hops.  A broadcast in one hop costs H + (P-1) S / B, and in
 // two hops as much as two-shot (push_gather.h): the same size decides, and two ranks always take

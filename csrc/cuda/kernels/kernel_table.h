@@ -39,6 +39,12 @@ constexpr bool hasFixedKernels(DType dtype) {
   return dtype == DType::kFloat32 || isHalf(dtype);
 }
 
+// Integers and truth values are nearly always small counters, so they have two-shot alone, which
+// reduce-scatter takes too: one-shot and the ring of them would be a sixth of the library.
+constexpr bool hasKernel(DeviceAlgorithm algorithm, DType dtype) {
+  return algorithm == DeviceAlgorithm::kTwoShot || isFloating(dtype);
+}
+
 // For SUM, and AVG over all ranks, of such dtypes: each takes a FixedLaunch.
 struct FixedKernels {
   const void* one_shot;
@@ -48,7 +54,7 @@ struct FixedKernels {
 };
 
 struct Kernels {
-  const void* all_reduce[kDeviceAlgorithms];  // by DeviceAlgorithm; takes a RanksLaunch
+  const void* all_reduce[kDeviceAlgorithms];  // each takes a RanksLaunch; null without hasKernel
   FixedKernels fixed[kFixedSizes];            // null for other dtypes
   const void* direct;                         // takes a DirectCall
   const void* copy_in;                        // takes a CopyCall

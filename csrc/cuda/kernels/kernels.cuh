@@ -87,12 +87,20 @@ FixedKernels fixedKernels() {
     return {};
 }
 
+template <DeviceAlgorithm algorithm, DType dtype>
+const void* allReduceOf() {
+  if constexpr (hasKernel(algorithm, dtype))
+    return pointerTo(allReduceKernel<algorithm, dtype>);
+  else
+    return nullptr;
+}
+
 template <DType dtype>
 const Kernels& compiled() {
   static const Kernels kernels{
-      {pointerTo(allReduceKernel<DeviceAlgorithm::kOneShot, dtype>),
-       pointerTo(allReduceKernel<DeviceAlgorithm::kTwoShot, dtype>),
-       pointerTo(allReduceKernel<DeviceAlgorithm::kRing, dtype>)},
+      {allReduceOf<DeviceAlgorithm::kOneShot, dtype>(),
+       allReduceOf<DeviceAlgorithm::kTwoShot, dtype>(),
+       allReduceOf<DeviceAlgorithm::kRing, dtype>()},
       {fixedKernels<dtype, fixedRanks(0)>(), fixedKernels<dtype, fixedRanks(1)>(),
        fixedKernels<dtype, fixedRanks(2)>()},
       pointerTo(directKernel<dtype>),

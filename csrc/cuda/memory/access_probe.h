@@ -1,4 +1,11 @@
 // The memory of all ranks by one kind of access, tried on all ranks, for peer_memory.h.
+//
+// It is tried in the ranks' own processes.  Broken peer access drops writes or hangs, as a rule,
+// and both are seen here and leave CUDA usable.  Only an access that faults ruins the process, and
+// a child process to try it in would cost more: it must be a new program, since CUDA does not
+// survive a fork; each takes a second context on its GPU (hundreds of MiB, seconds), which a GPU in
+// exclusive mode refuses; and under MPS its fault ends the other clients too.  So the error says
+// how to go on without peer access.
 #pragma once
 
 #include <array>

@@ -67,6 +67,11 @@ def large(me: Rank) -> None:
         dist.all_reduce(mine)
         dist.all_reduce(gpu)
         same([gpu], [mine], f"{n} elements")
+    counters = torch.arange(3).add(me.rank)  # there may be no such kernel of integers
+    gpu = counters.to(device)
+    dist.all_reduce(counters)
+    dist.all_reduce(gpu)
+    same([gpu], [counters], "integers")
 
 
 @pytest.mark.parametrize("algorithm", ["direct", "oneshot", "twoshot", "ring", "ll"])

@@ -44,9 +44,11 @@ def test_every_algorithm_runs_on_all_gpus(tmp_path: Path, gpus: int) -> None:
 
 
 @pytest.mark.parametrize("gpus", [1, 2])
-def test_a_killed_and_a_stopped_rank(tmp_path: Path, gpus: int) -> None:
+def test_killed_ranks_and_a_stopped_one(tmp_path: Path, gpus: int) -> None:
     lines = perf(gpus, tmp_path / "lines", "kill", "--ranks", "2")
-    assert [line["mode"] for line in lines] == ["kill", "stop"]
+    fates = [(line["mode"], line["registered"]) for line in lines]
+    assert fates == [("kill", False), ("kill", True), ("stop", False)]
     assert all(line["gpus"] == gpus and len(line["pids"]) == 3 for line in lines)
+    assert lines[1]["algorithm"] == ("direct" if gpus == 1 else "zerocopy")
     # Its deadline is 4 s after the call began; the time counts from the stop, which may be later.
-    assert lines[1]["raised_s"][0] >= 2, "a stopped rank is an error at the deadline"
+    assert lines[2]["raised_s"][0] >= 2, "a stopped rank is an error at the deadline"
