@@ -29,6 +29,12 @@ UNKNOWN = -2  # in the place of a rank: between hosts it is not known here
 _NO_ALGORITHM = _NO_OP = _NO_CODEC = 255
 
 
+def on_gpus(gpu: int) -> str:
+    """What the name of a group ends in where its GPU operations are meant, which count for
+    themselves: of the GPU of that number among those that this rank has used; -1: of CPUs."""
+    return "" if gpu < 0 else f", on GPUs{f', {gpu + 1}' if gpu else ''}"
+
+
 @cache
 def names() -> dict[str, list[str]]:
     """What the numbers in records mean.
