@@ -4,7 +4,7 @@
         print(record, record.last_rank, record.late_ms)
 
 The records are always kept, the last 4,096 operations and as many messages of a group.  Those of
-operations on CUDA tensors that do not go through the host are kept apart: the timeline shows them.
+operations on CUDA tensors that do not go through the host are kept apart; all tools show them.
 """
 
 from __future__ import annotations

@@ -122,6 +122,11 @@ def test_the_timeline_shows_who_came_late_to_a_gpu_operation(
     assert "on GPUs" in report.summary_text(job, [])
 
 
+def totals() -> list[Totals]:
+    """The sums of the group, then of its GPU operations."""
+    return Totals.of(dist.group.WORLD, backend_of(dist.group.WORLD))
+
+
 def straggle(me: Rank) -> None:
     """The stream of rank 1 comes late to one of many calls, and its host in time."""
     device = use_gpu(me)
@@ -129,6 +134,7 @@ def straggle(me: Rank) -> None:
     dist.all_reduce(x)
     with ringreduce.straggler_detection(log=False) as sd:
         finished()  # this reads records, so the next calls tell when they begin
+        before = totals()  # the group has run other tests
         for _ in range(80):
             dist.all_reduce(x)
             torch.cuda.synchronize()
@@ -140,16 +146,25 @@ def straggle(me: Rank) -> None:
             time.sleep(2)
             gate.open()
         last = finished()[-1]
-        of_cpus, of_gpus = Totals.of(dist.group.WORLD, backend_of(dist.group.WORLD))
+    after = totals()
     assert (last.known, last.last_rank) == (me.world_size, 1)
     assert last.late_ms > 1000
     named = [one for one in sd.late + sd._judge.starved if one.record.sequence == last.sequence]
     assert [one.rank for one in named if "on GPUs" in one.group] == [1], sd.summary()
-    assert of_gpus.kinds["all_reduce"][:2] == (82, 82 * 4000)
-    assert of_cpus.kinds["all_reduce"][0] == 2
-    if me.rank != 1:
-        assert of_gpus.waited[1] > 1
-        assert max(of_gpus.waited, key=of_gpus.waited.__getitem__) == 1
+    done = [
+        [
+            b - a
+            for a, b in zip(
+                one.kinds.get("all_reduce", (0, 0, 0)), two.kinds["all_reduce"], strict=True
+            )
+        ]
+        for one, two in zip(before, after, strict=True)
+    ]
+    assert [one[:2] for one in done] == [[2, 24], [81, 81 * 4000]]
+    assert done[1][2] > 1 or me.rank == 1
+    for rank in range(me.world_size):
+        waited = after[1].waited.get(rank, 0) - before[1].waited.get(rank, 0)
+        assert (waited > 1) == (rank == 1 and me.rank != 1)
 
 
 @pytest.mark.parametrize("size", [2, 3])
