@@ -5,7 +5,8 @@
 Each round measures, with every tool in turn: all-reduces of 1 KiB, back to back, and steps of the
 wide MLP of benchmarks/ddp.py.  Medians of the rounds with p10 and p90, on rank 0; and the median of
 the ratios to the same round without a tool.  The records themselves are always kept.  --out FILE
-has all rounds, as JSON.
+has all rounds, as JSON.  With --device cuda a call is timed until it returns, which is what it
+costs its caller; --steps 0 leaves the steps out.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -53,39 +55,55 @@ def scalars() -> Iterator[None]:
     handle.remove()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--calls", type=int, default=20_000, help="all-reduces of a round")
-    parser.add_argument("--steps", type=int, default=20, help="of a round")
-    parser.add_argument("--out", type=Path, help="a file for all times")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    ringreduce.init()
-    folder = tempfile.mkdtemp(prefix="watching-")
-    tools: dict[str, Callable[[], AbstractContextManager[object]]] = {
-        "metrics": lambda: metric_files(folder),
-        "tensorboard": scalars,
-        "straggler_detection": lambda: ringreduce.straggler_detection(log=False),
-        "timeline": lambda: ringreduce.timeline(folder),
-    }
-    tensor = torch.zeros(256)
+def stepper(device: torch.device) -> Callable[[], None]:
+    """A step of the wide MLP."""
     workload = WORKLOADS["mlp"]
-    model = DistributedDataParallel(workload.make(workload.full))
+    model = DistributedDataParallel(workload.make(workload.full).to(device))
     optimizer = workload.optimizer(model)
-    inputs, targets = workload.batch(workload.full, torch.Generator().manual_seed(1))
+    batch = workload.batch(workload.full, torch.Generator().manual_seed(1))
+    inputs, targets = (one.to(device) for one in batch)
 
     def step() -> None:
         optimizer.zero_grad()
         loss_of(model, inputs, targets).backward()
         optimizer.step()
 
+    return step
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--calls", type=int, default=20_000, help="all-reduces of a round")
+    parser.add_argument("--steps", type=int, default=20, help="of a round")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--out", type=Path, help="a file for all times")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    ringreduce.init()
+    folder = tempfile.mkdtemp(prefix="watching-")
+    tools: dict[str, Callable[[], AbstractContextManager[object]]] = {
+        **({"metrics": lambda: metric_files(folder)} if find_spec("prometheus_client") else {}),
+        "tensorboard": scalars,
+        "straggler_detection": lambda: ringreduce.straggler_detection(log=False),
+        "timeline": lambda: ringreduce.timeline(folder),
+    }
+    device, on_gpu = torch.device(args.device), args.device == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+    tensor = torch.zeros(256, device=device)
+    dist.all_reduce(tensor)
+    step = stepper(device) if args.steps else lambda: None
+
     def seconds(call: Callable[[], object], times: int) -> float:
         dist.barrier()
         begun = time.perf_counter()
         for _ in range(times):
             call()
-        return (time.perf_counter() - begun) / times
+        took = time.perf_counter() - begun
+        if on_gpu:
+            torch.cuda.synchronize()
+        return took / max(1, times)
 
     names = ["nothing", *tools, "all"]
     calls: dict[str, list[float]] = {name: [] for name in names}
@@ -104,7 +122,8 @@ def main() -> None:
         print(f"{dist.get_world_size()} ranks, {args.rounds} rounds, load {os.getloadavg()[0]:.1f}")
         print(f"{'':<20}{'all-reduce (us)':>28}{'step (ms)':>32}")
         for name in names:
-            columns = (told(times[name], times["nothing"]) for times in (calls, steps))
+            shown = (calls, steps) if args.steps else (calls,)
+            columns = (told(times[name], times["nothing"]) for times in shown)
             print(f"{name:<20}{''.join(columns)}")
         if args.out:
             write_json(args.out, {"call_us": calls, "step_ms": steps})

@@ -74,7 +74,9 @@ def records(backend: Any, since: int) -> bytes: ...  # as record.py reads them
 def gpu_records(backend: Any, since: list[int]) -> list[bytes]: ...  # likewise, of each GPU
 def messages(backend: Any, since: int) -> bytes: ...  # likewise
 def recorder_id(backend: Any) -> int: ...  # as the records of other groups name this one
-def totals(backend: Any) -> tuple[int, dict[str, tuple[int, int, float]], dict[int, float]]: ...
+def totals(  # of the group, then of its GPU operations, by GPU
+    backend: Any,
+) -> list[tuple[int, dict[str, tuple[int, int, float]], dict[int, float]]]: ...
 def lines(backend: Any) -> list[tuple[int, int, float, int]]: ...  # rank, bytes, busy s, resent
 def arrivals(  # rank, ns, and its Inherited: rank, us, sequence
     backend: Any, sequence: int, ask: bool

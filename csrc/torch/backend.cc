@@ -248,6 +248,18 @@ std::vector<std::vector<OpRecord>> Backend::gpuRecords(const std::vector<uint64_
   return gpu ? gpu->records(since) : std::vector<std::vector<OpRecord>>();
 }
 
+std::vector<Totals> Backend::totals() const {
+  const std::shared_ptr<Group> group = this->group();
+  std::vector<Totals> found(1);
+  group->recorder().addTo(found[0]);
+  group->messages().addTo(found[0]);
+  if (const auto gpu = gpuIfAny()) {
+    const std::vector<Totals> of_gpus = gpu->totals();
+    found.insert(found.end(), of_gpus.begin(), of_gpus.end());
+  }
+  return found;
+}
+
 void Backend::eagerConnectSingleDevice(at::Device device) {
   if (!device.is_cuda()) return;
   if (const auto gpu = gpuIfAny()) gpu->eagerConnectSingleDevice(device);

@@ -231,6 +231,8 @@ class Backend final : public c10d::Backend {
   size_t gpuBytes() const;
   // As GpuBackend::records.
   std::vector<std::vector<OpRecord>> gpuRecords(const std::vector<uint64_t>& since) const;
+  // Of the group, then as GpuBackend::totals.
+  std::vector<Totals> totals() const;
   std::vector<int> liveRanks() const;
   std::vector<std::string> routes() const;
   // Throws Aborted once the group is destroyed.

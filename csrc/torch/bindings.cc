@@ -279,14 +279,7 @@ py::bytes messagesOf(const BackendPtr& backend, uint64_t since) {
   });
 }
 
-// Of all operations so far: how many failed; by kind that of operations, bytes and seconds in them;
-// by rank, as errors number it, the seconds that this rank waited for what began with it, in
-// messages too.
-py::tuple totalsOf(const BackendPtr& backend) {
-  const std::shared_ptr<Group> group = asRingreduce(*backend).group();
-  Totals totals;
-  group->recorder().addTo(totals);
-  group->messages().addTo(totals);
+py::tuple asTuple(const Totals& totals) {
   py::dict kinds, waited;
   for (size_t k = 0; k < totals.kinds.size(); ++k)
     if (const auto& sums = totals.kinds[k]; sums.operations > 0)
@@ -295,6 +288,20 @@ py::tuple totalsOf(const BackendPtr& backend) {
   for (const auto& [rank, nanos] : totals.waited)
     waited[py::int_(rank)] = static_cast<double>(nanos) / 1e9;
   return py::make_tuple(totals.failed, kinds, waited);
+}
+
+// Of all operations so far: how many failed; by kind that of operations, bytes and seconds in them;
+// by rank, as errors number it, the seconds that this rank waited for what began with it, in
+// messages too.  Then the same of GPU operations, of each GPU that this rank has used.
+py::list totalsOf(const BackendPtr& backend) {
+  std::vector<Totals> totals;
+  {
+    const py::gil_scoped_release release;
+    totals = asRingreduce(*backend).totals();
+  }
+  py::list found;
+  for (const Totals& one : totals) found.append(asTuple(one));
+  return found;
 }
 
 // For each rank of another host that this one has sent data to: bytes, seconds in which the line

@@ -609,15 +609,26 @@ at::Tensor GpuBackend::foundInf(c10::Device device) {
       .make_tensor();
 }
 
-std::vector<std::vector<OpRecord>> GpuBackend::records(const std::vector<uint64_t>& since) const {
+std::vector<std::shared_ptr<cuda::GpuCommunicator>> GpuBackend::communicators() const {
+  const std::lock_guard lock(made_mutex_);
   std::vector<std::shared_ptr<cuda::GpuCommunicator>> made;
-  {
-    const std::lock_guard lock(made_mutex_);
-    for (const auto& one : made_) made.push_back(one.lock());
-  }
+  for (const auto& one : made_) made.push_back(one.lock());
+  return made;
+}
+
+std::vector<std::vector<OpRecord>> GpuBackend::records(const std::vector<uint64_t>& since) const {
+  const auto made = communicators();
   std::vector<std::vector<OpRecord>> found(made.size());
   for (size_t i = 0; i < made.size(); ++i)
     if (made[i]) found[i] = made[i]->records(i < since.size() ? since[i] : 0);
+  return found;
+}
+
+std::vector<Totals> GpuBackend::totals() const {
+  const auto made = communicators();
+  std::vector<Totals> found(made.size());
+  for (size_t i = 0; i < made.size(); ++i)
+    if (made[i]) made[i]->addTo(found[i]);
   return found;
 }
 

@@ -102,6 +102,8 @@ class GpuBackend final : public c10d::Backend {
   // that is not in `since` is read from its first.  Never waits for a call that is put into a
   // stream.
   std::vector<std::vector<OpRecord>> records(const std::vector<uint64_t>& since) const;
+  // The sums of each of them, in the same order.
+  std::vector<Totals> totals() const;
 
   // Starts to copy a tensor to the host's memory, for a call that goes through it without a wait.
   // Needs no communicator.
@@ -116,6 +118,8 @@ class GpuBackend final : public c10d::Backend {
     c10::Event ready;    // of the caller's stream, when one is put there
     std::shared_ptr<CallMarks> marks;
   };
+  // In the order in which they were made; null: it is gone.
+  std::vector<std::shared_ptr<cuda::GpuCommunicator>> communicators() const;
   // Puts an operation into the current stream, which is `stream`.
   using Put = std::function<void(cuda::GpuCommunicator&, const c10::Stream&)>;
 

@@ -43,7 +43,7 @@ from ringreduce import errors
 from ringreduce.core.backend import Backend, _is_alive, extension, live_groups
 from ringreduce.core.files import Damaged, check, contents, natural, replacing
 from ringreduce.core.launchers import job_of
-from ringreduce.observe.record import Record, parse
+from ringreduce.observe.record import Record, on_gpus, parse
 
 PREFIX = "ringreduce_rank_"  # of the files' names; the rank follows
 FOLDER, SIGNAL = "RINGREDUCE_DUMP", "RINGREDUCE_DUMP_SIGNAL"
@@ -135,7 +135,7 @@ def _copy(group: dist.ProcessGroup, backend: Backend) -> list[_Group]:
     except errors.Error:
         return []
     return [own] + [
-        replace(own, name=f"{own.name}, on GPUs{f', {number + 1}' if number else ''}", of=own.name,
+        replace(own, name=f"{own.name}{on_gpus(number)}", of=own.name,
                 meeting=f"{own.meeting}/gpu{number}", raw=raw, raw_messages=b"")
         for number, raw in enumerate(of_gpus)
     ]  # fmt: skip

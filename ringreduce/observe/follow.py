@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from ringreduce.core.backend import Backend, extension, live_groups, own_rank, ranks_of
 from ringreduce.errors import Error
-from ringreduce.observe.record import LAYOUT, STATE_AT, Record, parse
+from ringreduce.observe.record import LAYOUT, STATE_AT, Record, on_gpus, parse
 
 _log = logging.getLogger("ringreduce")
 
@@ -64,8 +64,7 @@ class Group:
     @property
     def title(self) -> str:
         words = "" if self.description in ("", "undefined", self.name) else f" ({self.description})"
-        gpus = "" if self.gpu < 0 else f", on GPUs{f', {self.gpu + 1}' if self.gpu else ''}"
-        return f"group '{self.name}'{words}{gpus}"
+        return f"group '{self.name}'{words}{on_gpus(self.gpu)}"
 
 
 @dataclass
@@ -89,7 +88,6 @@ class Sink(Protocol):
     """Who wants to know.  All of it is called by one thread at a time."""
 
     _period: float  # seconds between two looks
-    _takes_gpus: bool  # GPU operations too
 
     def _wants(self, group: dist.ProcessGroup) -> bool: ...
     def _take_news(self, news: list[News]) -> None: ...  # at each look: of all groups it wants
@@ -120,7 +118,7 @@ class Follower:
                 return
             if not self.sinks:
                 self._groups.clear()
-            self._look(sink._takes_gpus)  # what has happened is not for it
+            self._look()  # what has happened is not for it
             self.sinks.append(sink)
             if self._thread is None:
                 self._ends = threading.Event()
@@ -180,12 +178,8 @@ class Follower:
             if most >= _MANY:
                 pause = min(pause, _POLL_SOON)
 
-    def _look(self, gpus: bool = False) -> int:
-        """Tells the sinks what is new; returns how many records a group had, at most.
-
-        `gpus`: it looks at GPU operations though no sink takes them yet.
-        """
-        gpus = gpus or any(sink._takes_gpus for sink in self.sinks)
+    def _look(self) -> int:
+        """Tells the sinks what is new; returns how many records a group had, at most."""
         found: list[tuple[dist.ProcessGroup, News]] = []
         most = 0
         for group, backend in live_groups():
@@ -194,14 +188,12 @@ class Follower:
                 news = self._news_of(group, backend)
                 found.append((group, news))
                 # Who reads these makes the calls tell when they begin.
-                found += [(group, one) for one in self._gpu_news_of(news.group)] if gpus else []
+                found += [(group, one) for one in self._gpu_news_of(news.group)]
         for _, news in found:
             most = max(most, (len(news.operations) + len(news.messages)) // LAYOUT.size)
         for sink in list(self.sinks):
             with self._dropping(sink):
-                wanted = [(group, news) for group, news in found if sink._wants(group)]
-                all_kinds = sink._takes_gpus
-                sink._take_news([news for _, news in wanted if all_kinds or news.group.gpu < 0])
+                sink._take_news([news for group, news in found if sink._wants(group)])
         return most
 
     def _news_of(self, group: dist.ProcessGroup, backend: Backend) -> News:

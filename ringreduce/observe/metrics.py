@@ -20,7 +20,7 @@ import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from ringreduce.core.backend import Backend, extension, job_name, live_groups, own_rank, ranks_of
 from ringreduce.core.files import Damaged, contents, replacing
-from ringreduce.observe.record import Record, parse
+from ringreduce.observe.record import Record, on_gpus, parse
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Metric
@@ -98,7 +98,8 @@ class Totals:
     kinds: dict[str, tuple[int, int, float]]  # operations, bytes and seconds in them, by kind
     waited: dict[int, float]  # seconds, by the rank where the delay began, messages too
     newest: list[Record]  # the last operation, and the one that runs
-    lines: dict[int, tuple[int, float, int]]  # bytes, busy seconds, packets sent again; by rank
+    # Bytes, busy seconds, packets sent again; by rank.
+    lines: dict[int, tuple[int, float, int]] = field(default_factory=dict)
 
     @property
     def bytes(self) -> int:
@@ -109,19 +110,22 @@ class Totals:
         return sum(seconds for _, _, seconds in self.kinds.values())
 
     @staticmethod
-    def of(group: dist.ProcessGroup, backend: Backend) -> Totals:
-        """Those of now.  Of a group that was just destroyed, raises one of many errors."""
-        failed, kinds, waited = extension().totals(backend)
-        done = failed + sum(operations for operations, _, _ in kinds.values())
-        ranks = ranks_of(group, backend)
-        newest = parse(extension().records(backend, max(0, done - 1)))
-        return Totals(
-            failed,
-            kinds,
-            waited,
-            [record for record in newest if record.state != "queued"][-2:],
-            {ranks[to]: tuple(use) for to, *use in extension().lines(backend)},
-        )
+    def of(group: dist.ProcessGroup, backend: Backend) -> list[Totals]:
+        """Those of now, then those of GPU operations, of each GPU that this rank has used.  Of a
+        group that was just destroyed, raises one of many errors."""
+        core, ranks = extension(), ranks_of(group, backend)
+        sums = core.totals(backend)
+        before = [
+            max(0, failed + sum(operations for operations, _, _ in kinds.values()) - 1)
+            for failed, kinds, _ in sums
+        ]
+        raw = [core.records(backend, before[0]), *core.gpu_records(backend, before[1:])]
+        found = [
+            Totals(failed, kinds, waited, [one for one in parse(new) if one.state != "queued"][-2:])
+            for (failed, kinds, waited), new in zip(sums, raw, strict=False)
+        ]
+        found[0].lines = {ranks[to]: tuple(use) for to, *use in core.lines(backend)}
+        return found
 
 
 def _meeting() -> str:
@@ -179,24 +183,29 @@ class _Collector:
         with self._reading:
             for group, backend in live_groups():
                 with contextlib.suppress(*GONE):
-                    totals = Totals.of(group, backend)
-                    of = group.group_name, backend.size()
-                    for kind, (count, size, seconds) in totals.kinds.items():
-                        add("operations", count, *of, kind)
-                        add("bytes", size, *of, kind)
-                        add("operation_seconds", seconds, *of, kind)
-                    add("failed_operations", totals.failed, *of)
-                    for late, waiting in totals.waited.items():
-                        add("wait_seconds", waiting, *of, late)
-                    for to, use in totals.lines.items():
-                        for name, value in zip(_LINES, use, strict=True):
-                            add(name, value, *of, to)
-                    if totals.newest and totals.newest[-1].state == "running":
-                        runs = totals.newest[-1]
-                        since = (time.monotonic_ns() - runs.arrived_ns) / 1e9
-                        add("running_seconds", max(0.0, since), *of, runs.kind)
-                        add("running_sequence", runs.sequence, *of)
+                    for gpu, totals in enumerate(Totals.of(group, backend), start=-1):
+                        name = f"{group.group_name}{on_gpus(gpu)}"
+                        self._add(add, totals, name, backend.size())
         yield from families.values()
+
+
+    @staticmethod
+    def _add(add: Callable[..., None], totals: Totals, *of: object) -> None:
+        for kind, (count, size, seconds) in totals.kinds.items():
+            add("operations", count, *of, kind)
+            add("bytes", size, *of, kind)
+            add("operation_seconds", seconds, *of, kind)
+        add("failed_operations", totals.failed, *of)
+        for late, waiting in totals.waited.items():
+            add("wait_seconds", waiting, *of, late)
+        for to, use in totals.lines.items():
+            for name, value in zip(_LINES, use, strict=True):
+                add(name, value, *of, to)
+        if totals.newest and totals.newest[-1].state == "running":
+            runs = totals.newest[-1]
+            since = (time.monotonic_ns() - runs.arrived_ns) / 1e9
+            add("running_seconds", max(0.0, since), *of, runs.kind)
+            add("running_sequence", runs.sequence, *of)
 
 
 def prometheus(registry: CollectorRegistry | None = None) -> None:

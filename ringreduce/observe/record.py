@@ -4,7 +4,7 @@
         print(record, record.last_rank, record.late_ms)
 
 The records are always kept, the last 4,096 operations and as many messages of a group.  Those of
-operations on CUDA tensors that do not go through the host are kept apart: the timeline shows them.
+operations on CUDA tensors that do not go through the host are kept apart; all tools show them.
 """
 
 from __future__ import annotations
@@ -27,6 +27,12 @@ _STATES = ("running", "done", "failed", "queued")
 _MESSAGES = ("", "send", "recv")
 UNKNOWN = -2  # in the place of a rank: between hosts it is not known here
 _NO_ALGORITHM = _NO_OP = _NO_CODEC = 255
+
+
+def on_gpus(gpu: int) -> str:
+    """What the name of a group ends in where its GPU operations are meant, which count for
+    themselves: of the GPU of that number among those that this rank has used; -1: of CPUs."""
+    return "" if gpu < 0 else f", on GPUs{f', {gpu + 1}' if gpu else ''}"
 
 
 @cache

@@ -63,7 +63,8 @@ class _Followed:
             for ranks, name in zip(ranks_of_hosts, names, strict=True):
                 self.hosts |= {group.ranks[rank]: name for rank in ranks}
         shown = {rank: f"rank {rank} on host {host}" for rank, host in self.hosts.items()}
-        self.lines = Lines(shown) if self.hosts else None
+        # GPUs of several hosts have no line of this process, and their arrivals are not known.
+        self.lines = Lines(shown) if self.hosts and group.gpu < 0 else None
         # In their order; the first of them awaits answers of other ranks since then.
         self.waiting: deque[Record] = deque()
         self.asked_at = 0.0
@@ -155,7 +156,6 @@ class straggler_detection:
     """
 
     _period = 0.01
-    _takes_gpus = False  # a rank's records of them tell of this rank alone
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, log: bool = True) -> None:
         own = ringreduce_group(group, again=False)
@@ -265,6 +265,7 @@ class straggler_detection:
 
     def _misses_arrivals(self, known: _Followed, record: Record) -> bool:
         missing = record.known < len(known.live) and record.state == "done"
+        missing = missing and known.group.gpu < 0  # the ranks of a host have told already
         if not missing or record.is_message:
             return False
         return self._judge.takes_long((known.group.meeting, "operations"), record)

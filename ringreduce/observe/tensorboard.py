@@ -6,6 +6,7 @@ ringreduce.tensorboard(SummaryWriter())
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -65,11 +66,11 @@ class tensorboard:
         """Writes no more."""
         self._handle.remove()
 
-    def _totals(self) -> Totals | None:
+    def _totals(self) -> list[Totals]:
         backend = backend_of(self._group)
         with contextlib.suppress(*GONE):
-            return None if backend is None else Totals.of(self._group, backend)
-        return None
+            return [] if backend is None else Totals.of(self._group, backend)
+        return []
 
     def _after_step(self, *_: Any) -> None:
         with self._writing:  # the parameters have changed: nothing may be raised here
@@ -81,19 +82,20 @@ class tensorboard:
         steps = step - self._last_step
         now, before = self._totals(), self._before
         self._last_step, self._before = step, now
-        if now is None or before is None:  # the group is gone, or was a moment ago
+        if not now or not before:  # the group is gone, or was a moment ago
             return
 
-        def mean(later: float, earlier: float) -> float:
-            return max(0.0, later - earlier) / steps  # less: the group was made anew
+        def mean(value: Callable[[Totals], float]) -> float:  # over all its devices
+            grown = sum(map(value, now)) - sum(map(value, before))
+            return max(0.0, grown) / steps  # less: the group was made anew
 
         scalars = {
-            "megabytes": mean(now.bytes, before.bytes) / 1e6,
-            "in_operations_ms": mean(now.seconds, before.seconds) * 1e3,
-            "waiting_ms": mean(sum(now.waited.values()), sum(before.waited.values())) * 1e3,
+            "megabytes": mean(lambda of: of.bytes) / 1e6,
+            "in_operations_ms": mean(lambda of: of.seconds) * 1e3,
+            "waiting_ms": mean(lambda of: sum(of.waited.values())) * 1e3,
         }
-        for rank, waited in now.waited.items():
-            last = before.waited.get(rank, 0.0)
-            scalars[f"waiting_for_rank_{rank}_ms"] = mean(waited, last) * 1e3
+        for rank in {rank for of in now for rank in of.waited}:
+            waited = mean(lambda of, rank=rank: of.waited.get(rank, 0.0))  # type: ignore[misc]
+            scalars[f"waiting_for_rank_{rank}_ms"] = waited * 1e3
         for name, value in scalars.items():
             self._writer.add_scalar(f"{self._tag}{name}", value, step)

@@ -50,7 +50,6 @@ class timeline:
             those that are made later too.
     """
 
-    _takes_gpus = True
     _period = 0.05  # seconds between two looks at the records, of which a group keeps 4,096
 
     def __init__(

@@ -2,6 +2,7 @@
 // up, told by real groups of threads and of processes.
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <csignal>
 #include <thread>
@@ -104,6 +105,19 @@ TEST(operations_that_nobody_waits_for_are_asked_for_seldom) {
       named());
 }
 
+namespace {
+
+// The records once all are over, which waits for what the other ranks tell.
+std::vector<OpRecord> recordsOf(Watchdog& watchdog) {
+  for (;; std::this_thread::yield()) {
+    std::vector<OpRecord> records = watchdog.records(0);
+    if (std::ranges::all_of(records, [](const OpRecord& one) { return one.done != 0; }))
+      return records;
+  }
+}
+
+}  // namespace
+
 // As of operations on CPU tensors; one that nothing tells the begin of has some time of its wait.
 TEST(operations_leave_records) {
   ranks::inGroup(
@@ -134,7 +148,7 @@ TEST(operations_leave_records) {
         ends = true;
         CHECK(watchdog.wait(kLong));
 
-        records = watchdog.records(0);
+        records = recordsOf(watchdog);
         CHECK(records.size() == 2 && watchdog.records(1).size() == 1);
         const OpRecord& first = records[0];
         CHECK(first.state == OpRecord::State::kDone && first.sequence == 0 && first.bytes == 40);
@@ -147,6 +161,53 @@ TEST(operations_leave_records) {
         CHECK(second.state == OpRecord::State::kDone && second.sequence == 1);
         CHECK(second.kind == Kind::kAllGather && second.bytes == 2 * 3 * sizeof(int64_t));
         CHECK(second.arrived == first.done && second.clock_error == second.done - second.arrived);
+        CHECK(watchdog.settle(kLong));
+      },
+      named());
+}
+
+// Streams come to an operation at their own times, which are those that count.
+TEST(records_name_the_rank_whose_stream_came_last) {
+  ranks::inGroup(
+      3,
+      [](Group& group) {
+        Rank rank(group);
+        Watchdog& watchdog = rank.watchdog();
+        const auto put = [&](Watchdog::Reached begun, const std::atomic<bool>& ends) {
+          watchdog.announce({.count = 10, .kind = Kind::kAllReduce});
+          watchdog.track(kLong, [&ends] { return ends.load(); }, {}, std::move(begun));
+        };
+        std::atomic<bool> begins = group.rank() != 1, ends = false;
+        put([&] { return begins.load(); }, ends);
+        // Nothing tells when rank 2 comes to the second one.
+        put(group.rank() == 2 ? Watchdog::Reached() : [] { return true; }, ends);
+        const auto await = [&](OpRecord::State state) {
+          while (watchdog.records(0)[0].state != state) std::this_thread::yield();
+        };
+        await(begins ? OpRecord::State::kRuns : OpRecord::State::kQueued);
+        group.run({Barrier{}});
+        std::this_thread::sleep_for(std::chrono::milliseconds(20));
+        begins = true;
+        await(OpRecord::State::kRuns);
+        group.run({Barrier{}});
+        ends = true;
+        CHECK(watchdog.wait(kLong));
+        const std::vector<OpRecord> records = recordsOf(watchdog);
+        CHECK_EQ(records.size(), size_t{2});
+        const OpRecord& first = records[0];
+        const auto last_came = first.median + static_cast<Nanos>(first.latest[0].nanos);
+        CHECK_EQ(first.known, 3u);
+        CHECK_EQ(first.latest[0].rank, 1);
+        CHECK(first.latest[0].nanos >= 20e6F);
+        CHECK(first.first <= first.median && first.first_data > first.first);
+        CHECK_EQ(records[1].known, group.rank() == 2 ? 1u : 2u);
+        Totals totals;
+        watchdog.addTo(totals);
+        const Totals::OfKind& sums = totals.kinds[static_cast<size_t>(Kind::kAllReduce)];
+        CHECK_EQ(sums.operations, uint64_t{2});
+        CHECK_EQ(sums.bytes, first.bytes + records[1].bytes);
+        const Nanos waited = last_came - first.clock_error - first.arrived;
+        if (group.rank() != 1) CHECK_EQ(totals.waited[1], std::max<Nanos>(0, waited));
         CHECK(watchdog.settle(kLong));
       },
       named());

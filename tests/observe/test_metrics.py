@@ -411,8 +411,8 @@ def test_a_rank_outside_the_group_may_be_late(rank: Rank) -> None:
             return getattr(extension(), name)
 
         def totals(self, backend: Any) -> Any:
-            failed, kinds, _ = extension().totals(backend)
-            return failed, kinds, {7: 2.0, 1000: 0.5}
+            ((failed, kinds, _),) = extension().totals(backend)
+            return [(failed, kinds, {7: 2.0, 1000: 0.5})]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(metrics, "extension", Extension)

@@ -159,6 +159,7 @@ class GpuCommunicator {
   // Records of its operations, as Recorder::since; then of those that are not over.  Calls of
   // replayed CUDA graphs have none.
   virtual std::vector<OpRecord> records(uint64_t since) const = 0;
+  virtual void addTo(Totals& totals) const = 0;  // as Recorder::addTo, of the same operations
 };
 
 }  // namespace ringreduce::cuda

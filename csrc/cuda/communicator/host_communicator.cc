@@ -224,6 +224,9 @@ void HostCommunicator::check() {
 std::vector<OpRecord> HostCommunicator::records(uint64_t since) const {
   return state_->watchdog->records(since);
 }
+void HostCommunicator::addTo(Totals& totals) const {
+  state_->watchdog->addTo(totals);
+}
 
 bool HostCommunicator::wait(Nanos longest) {
   return state_->watchdog->wait(longest);

@@ -73,6 +73,7 @@ class HostCommunicator final : public GpuCommunicator {
 
   size_t bytes() const override;
   std::vector<OpRecord> records(uint64_t since) const override;
+  void addTo(Totals& totals) const override;
   const Tuning& tuning() const;
   const Device& device() const;
   MemoryAccess access() const;    // to peers' memory

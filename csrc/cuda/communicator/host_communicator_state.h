@@ -175,7 +175,13 @@ struct HostCommunicator::State {
 template <class Put>
 void HostCommunicator::State::dispatch(const Told& told, cudaStream_t stream, Put&& put) {
   const Range range(told.what.kind);
-  const Begun call = begin(told, watchdog->isFollowed());
+  bool marked = watchdog->isFollowed();
+  try {
+    marked = marked && !captureOf(stream);  // nothing begins while it is captured
+  } catch (const Error&) {
+    marked = false;  // follow() asks again, when the watchdog knows of the call
+  }
+  const Begun call = begin(told, marked);
   try {
     order.follow(stream);
     if (call.start) call.start->set(order.mark(stream));

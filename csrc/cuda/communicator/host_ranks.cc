@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <type_traits>
 
 #include "base/limits.h"
 #include "cuda/kernels/ordering.h"
@@ -10,10 +11,12 @@
 namespace ringreduce::cuda {
 namespace {
 
-void set(uint32_t& word, uint32_t value) {
+template <class T>
+void set(T& word, std::type_identity_t<T> value) {
   std::atomic_ref(word).store(value, std::memory_order_release);
 }
-uint32_t get(uint32_t& word) {
+template <class T>
+T get(T& word) {
   return std::atomic_ref(word).load(std::memory_order_acquire);
 }
 
@@ -26,12 +29,29 @@ HostRanks::HostRanks(const Group& group, std::vector<HostState*> states)
 }
 
 void HostRanks::announce(const OpSignature& what) {
+  set(own().arrivals[what.sequence % kRemembered].at, 0);
   own().announcements[what.sequence % kRemembered].set(what);
   own().announced.publish(what.sequence + 1);
 }
 
 void HostRanks::advance(uint64_t finished, const Operations&) {
   own().finished.publish(finished);
+}
+
+void HostRanks::arrive(uint64_t number, const StreamArrival& arrival) {
+  StreamArrival& own_one = own().arrivals[number % kRemembered];
+  set(own_one.error, arrival.error);
+  set(own_one.at, arrival.at);
+}
+
+StreamArrival HostRanks::arrivalOf(int rank, uint64_t number) const {
+  StreamArrival& theirs = state(rank).arrivals[number % kRemembered];
+  if (announcedBy(rank) <= number) return {};
+  StreamArrival found{.at = get(theirs.at)};
+  found.error = get(theirs.error);
+  // It may have been overwritten while it was read.
+  if (announcedBy(rank) >= number + kRemembered) return {.at = kNever};
+  return found;
 }
 
 std::optional<WatchedRanks::Difference> HostRanks::findDifference(const Operations&) {

@@ -73,6 +73,7 @@ struct HostState {
   // memory of other ranks.
   Flag announced, finished;
   Announced announcements[kRemembered];
+  StreamArrival arrivals[kRemembered];  // of the same operations
 };
 
 // Streams wait until (int32)(word - 1) >= 0.  This value releases them, and no rank sets it.
@@ -88,6 +89,8 @@ class HostRanks final : public WatchedRanks {
 
   void announce(const OpSignature& what) override;
   void advance(uint64_t finished, const Operations& under_way) override;
+  void arrive(uint64_t number, const StreamArrival& arrival) override;
+  StreamArrival arrivalOf(int rank, uint64_t number) const override;
   uint64_t announcedBy(int rank) const override { return state(rank).announced.observe(); }
   bool mayHaveCome(int rank, uint64_t number) const override { return announcedBy(rank) > number; }
   // Replays of graphs are not counted: what it reads of them, its `free` tells.

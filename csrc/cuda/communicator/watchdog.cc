@@ -26,6 +26,8 @@ constexpr Nanos kShortRound = 50 * kMicrosecond, kLongRound = 2 * kMillisecond;
 constexpr Nanos kIdleRound = 50 * kMillisecond;  // while awake with nothing under way
 // Probes and the search for ended processes cost system calls.
 constexpr Nanos kRollCall = 10 * kMillisecond;
+// A record waits so long for when the other ranks came, which they see a little later themselves.
+constexpr Nanos kTold = 100 * kMillisecond;
 
 }  // namespace
 
@@ -206,8 +208,13 @@ void Watchdog::collect() {
   Lock lock(mutex_);
   Nanos pause = kShortRound;
   while (!stopping_) {
+    closeEnded();
     if (under_way_.empty()) {
-      changed_.wait(lock, [&] { return stopping_ || !under_way_.empty(); });
+      const auto hasWork = [&] { return stopping_ || !under_way_.empty(); };
+      if (ended_.empty())
+        changed_.wait(lock, hasWork);
+      else
+        changed_.wait_for(lock, std::chrono::nanoseconds(kLongRound), hasWork);
       continue;
     }
     Reached begun = under_way_.front().begun_at ? nullptr : under_way_.front().begun;
@@ -235,15 +242,16 @@ void Watchdog::collect() {
       head.begun_at = now();
       if (tells_begin) {
         head.arrived = seen;
-        head.error = seen - std::max({head.posted, closed_at_, looked_at_});
+        head.error = seen - std::max({head.posted, ended_at_, looked_at_});
       }
+      ranks_->arrive(head.what.sequence, {tells_begin ? head.arrived : kNever, head.error});
       if (!is_finished) ranks_->advance(finished_, under_way_);
     }
     if (is_finished) {
       // No result of an operation in which ranks differ may be taken for right.
       if (!group_.failed()) look();
-      close(under_way_.front(), group_.failed());
-      finished_ = under_way_.front().what.sequence + 1;
+      finished_ = head.what.sequence + 1;
+      end(std::move(head), group_.failed());
       under_way_.pop_front();
       head_ = headClock();
       lost_since_ = 0;
@@ -263,7 +271,7 @@ void Watchdog::collect() {
 
 // After a failure of the GPU, which then finishes nothing more, and touches no memory.
 void Watchdog::giveUp(const std::string& why) {
-  for (const StreamOperation& operation : under_way_) close(operation, true);
+  for (StreamOperation& operation : under_way_) end(std::move(operation), true);
   under_way_.clear();
   finished_ = announced_;
   ranks_->advance(finished_, under_way_);
@@ -274,6 +282,7 @@ void Watchdog::giveUp(const std::string& why) {
   } catch (const Error&) {
     // As in look().
   }
+  closeEnded();
   release();
 }
 
@@ -284,11 +293,17 @@ std::vector<OpRecord> Watchdog::records(uint64_t since) {
   const std::lock_guard lock(mutex_);
   std::vector<OpRecord> found = records_.since(since);
   uint64_t index = records_.next();
-  for (const StreamOperation& operation : under_way_) {
-    found.push_back(recordOf(operation));
-    found.back().index = index++;
-  }
+  for (const auto* operations : {&ended_, &under_way_})
+    for (const StreamOperation& operation : *operations) {
+      found.push_back(recordOf(operation));
+      found.back().index = index++;
+    }
   return found;
+}
+
+void Watchdog::addTo(Totals& totals) {
+  read_at_ = monotonicNow();
+  records_.addTo(totals);
 }
 
 OpRecord Watchdog::recordOf(const StreamOperation& operation) const {
@@ -312,19 +327,52 @@ OpRecord Watchdog::recordOf(const StreamOperation& operation) const {
   return record;
 }
 
-// With the lock held, and so by one thread at a time.  Without an event of its begin, the operation
-// has begun at some time since the one before it ended.
-void Watchdog::close(const StreamOperation& operation, bool failed) {
+// The rest with the lock held, and so by one thread at a time.  Without an event of its begin, the
+// operation has begun at some time since the one before it ended.
+void Watchdog::end(StreamOperation operation, bool failed) {
+  operation.begun = operation.finished = nullptr;  // they keep events
+  operation.done = monotonicNow();
+  operation.failed = failed;
+  if (operation.arrived == 0) {
+    operation.arrived = std::max(operation.posted, ended_at_);
+    operation.error = operation.done - operation.arrived;
+  }
+  ended_at_ = operation.done;
+  ended_.push_back(std::move(operation));
+}
+
+// Whether it is known when all ranks came, as far as it will be.
+bool Watchdog::isTold(const StreamOperation& operation) const {
+  if (group_.failed() || monotonicNow() - operation.done > kTold) return true;
+  const uint64_t number = operation.what.sequence;
+  if (ranks_->arrivalOf(group_.rank(), number).at == kNever) return true;
+  for (int r = 0; r < group_.size(); ++r)
+    if (ranks_->arrivalOf(r, number).at == 0) return false;
+  return true;
+}
+
+void Watchdog::closeEnded() {
+  for (; !ended_.empty() && isTold(ended_.front()); ended_.pop_front()) close(ended_.front());
+}
+
+void Watchdog::close(const StreamOperation& operation) {
   OpRecord record = recordOf(operation);
   record.index = records_.next();
-  record.done = monotonicNow();
-  record.state = failed ? OpRecord::State::kFailed : OpRecord::State::kDone;
-  if (record.arrived == 0) {
-    record.arrived = record.first = record.median = std::max(record.posted, closed_at_);
-    record.clock_error = record.done - record.arrived;
+  record.done = operation.done;
+  record.state = operation.failed ? OpRecord::State::kFailed : OpRecord::State::kDone;
+  std::vector<Nanos> arrived(static_cast<size_t>(group_.size()));
+  const uint64_t number = operation.what.sequence;
+  const bool compares = ranks_->arrivalOf(group_.rank(), number).at == operation.arrived;
+  for (int r = 0; compares && r < group_.size(); ++r) {
+    const StreamArrival one = ranks_->arrivalOf(r, number);
+    if (one.at == 0 || one.at == kNever) continue;
+    arrived[static_cast<size_t>(r)] = one.at;
+    record.clock_error = std::max(record.clock_error, one.error);
   }
-  closed_at_ = record.done;
+  arrived[static_cast<size_t>(group_.rank())] = operation.arrived;
+  records_.setArrivals(record, arrived, all_, [](int) { return Inherited{}; });
   records_.end(record);
+  records_.count(record, kNever);  // no thread of the program waits in it
 }
 
 // One round.  The next call raises the group's error.

@@ -27,6 +27,8 @@
 
 #include "base/clock.h"
 #include "base/wait_clock.h"
+#include "epoch/rank_map.h"
+#include "epoch/recorder.h"
 #include "group/group.h"
 
 namespace ringreduce::cuda {
@@ -46,7 +48,16 @@ struct StreamOperation {
   // Of its record, in CLOCK_MONOTONIC: when it was tracked, and when it was seen to have begun, at
   // most `error` after it had; 0: it has not, or nothing tells.
   Nanos posted = 0, arrived = 0, error = 0;
+  Nanos done = 0;  // seen to have ended
+  bool failed = false;
   uint32_t step = 0, bucket = 0;
+};
+
+// When a rank's stream came to an operation, in CLOCK_MONOTONIC of its host: `error` before that
+// at the most.
+struct StreamArrival {
+  Nanos at = 0;  // 0: it is not known yet; kNever: it will not be
+  Nanos error = 0;
 };
 
 // The other ranks, as the watchdog sees them, and the waits that it can end.
@@ -72,11 +83,15 @@ class WatchedRanks {
   // number of operations that have left them.
   virtual void announce(const OpSignature& what) = 0;
   virtual void advance(uint64_t finished, const Operations& under_way) = 0;
+  // Publishes when this rank's stream came to an operation.
+  virtual void arrive(uint64_t number, const StreamArrival& arrival) = 0;
 
   // The number of operations announced by that rank; ~0 if it is not known.
   virtual uint64_t announcedBy(int rank) const = 0;
   // Whether a rank that is lost now may have announced the operation of this number.
   virtual bool mayHaveCome(int rank, uint64_t number) const = 0;
+  // When that rank's stream came to the operation of this number.
+  virtual StreamArrival arrivalOf(int rank, uint64_t number) const = 0;
   // Whether that rank's first `operations` no longer use this rank's memory.
   virtual bool isDone(int rank, uint64_t operations) const = 0;
 
@@ -119,11 +134,14 @@ class Watchdog {
   // From now on operations may run that no host is told of (a CUDA graph's): never sleep for long.
   void stayAwake();
 
-  // The records from index `since` on, as Recorder's; then those of operations that are not over.
+  // The records from index `since` on, as Recorder's; then those of operations that are not over,
+  // or of which it is not yet known when the other ranks came.
   std::vector<OpRecord> records(uint64_t since);
-  // Whether somebody reads the records again and again: then it is worth an event for each
-  // operation to know when it begins.
-  bool isFollowed() const { return monotonicNow() - read_at_ < kSecond; }
+  // As Recorder::addTo.
+  void addTo(Totals& totals);
+  // Whether somebody reads the records or their sums again and again: then it is worth an event for
+  // each operation to know when it begins.
+  bool isFollowed() const { return monotonicNow() - read_at_ < kFollowed; }
 
   // Throws the group's error, if there is one by now.
   void check();
@@ -137,6 +155,7 @@ class Watchdog {
 
  private:
   using Lock = std::unique_lock<std::mutex>;
+  static constexpr Nanos kFollowed = 3 * kSecond;  // sums are read each second
 
   void stop();
   void watch();
@@ -156,7 +175,10 @@ class Watchdog {
   Finding blame(const OpSignature& what, int waited_for) const;
   std::string labelOf(uint64_t number) const;
   OpRecord recordOf(const StreamOperation& operation) const;
-  void close(const StreamOperation& operation, bool failed);
+  void end(StreamOperation operation, bool failed);
+  bool isTold(const StreamOperation& operation) const;
+  void closeEnded();
+  void close(const StreamOperation& operation);
 
   Group& group_;
   const std::shared_ptr<Epoch> epoch_ = group_.epoch();
@@ -164,6 +186,7 @@ class Watchdog {
   mutable std::mutex mutex_;
   std::condition_variable changed_;  // an operation was added or has ended, or the group has
   WatchedRanks::Operations under_way_;
+  WatchedRanks::Operations ended_;  // without a record yet
   OpSignature latest_;
   uint64_t announced_ = 0, finished_ = 0, history_ = 0;
   WaitClock head_{headClock()};
@@ -171,8 +194,9 @@ class Watchdog {
   Nanos next_roll_call_ = 0, next_probe_ = 0, lost_since_ = 0;
   bool awake_ = false, aborted_ = false, stopping_ = false;
   Recorder records_{Recorder::OfMessages{}, group_.recorder()};
-  std::atomic<Nanos> read_at_{-kSecond};  // when `records` was called last
-  Nanos looked_at_ = 0, closed_at_ = 0;   // the oldest had not begun; the one before it ended
+  const RankMap all_{{}, group_.size()};
+  std::atomic<Nanos> read_at_{-kFollowed};  // when records or sums were read last
+  Nanos looked_at_ = 0, ended_at_ = 0;      // the oldest had not begun; the one before it ended
   uint32_t step_ = 0, bucket_ = 0;
   std::thread watching_, collecting_;
 };

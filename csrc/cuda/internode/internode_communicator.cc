@@ -245,6 +245,9 @@ void InterNodeCommunicator::check() {
 std::vector<OpRecord> InterNodeCommunicator::records(uint64_t since) const {
   return state_->watchdog->records(since);
 }
+void InterNodeCommunicator::addTo(Totals& totals) const {
+  state_->watchdog->addTo(totals);
+}
 
 bool InterNodeCommunicator::wait(Nanos longest) {
   State& s = *state_;

@@ -61,6 +61,7 @@ class InterNodeCommunicator final : public GpuCommunicator {
 
   size_t bytes() const override;  // the local communicator's too
   std::vector<OpRecord> records(uint64_t since) const override;
+  void addTo(Totals& totals) const override;
 
  private:
   struct State;

@@ -29,6 +29,9 @@ class RemoteRanks final : public WatchedRanks {
 
   void announce(const OpSignature& what) override;
   void advance(uint64_t finished, const Operations& under_way) override;
+  // Not told: it would cost a message for each operation.
+  void arrive(uint64_t, const StreamArrival&) override {}
+  StreamArrival arrivalOf(int, uint64_t) const override { return {.at = kNever}; }
   uint64_t announcedBy(int rank) const override;
   bool mayHaveCome(int, uint64_t) const override { return true; }
   // Ranks of other hosts map none of this rank's memory.

@@ -1,4 +1,4 @@
-"""GPU operations leave records, which the timeline and dumps show beside those of CPU tensors."""
+"""GPU operations leave records, which all that observes shows beside those of CPU tensors."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 import time
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from conftest import Machine
@@ -16,6 +17,7 @@ import ringreduce
 from ringreduce.core.backend import backend_of, extension
 from ringreduce.observe import recorder, report
 from ringreduce.observe.files import Operation, load, operations
+from ringreduce.observe.metrics import Totals
 from ringreduce.observe.record import Record, parse
 
 
@@ -118,6 +120,56 @@ def test_the_timeline_shows_who_came_late_to_a_gpu_operation(
     assert operation.wait(0) > 300e6
     assert any(not one.group.on_gpus for one in operations(job))
     assert "on GPUs" in report.summary_text(job, [])
+
+
+def totals() -> list[Totals]:
+    """The sums of the group, then of its GPU operations."""
+    return Totals.of(dist.group.WORLD, backend_of(dist.group.WORLD))
+
+
+def straggle(me: Rank) -> None:
+    """The stream of rank 1 comes late to one of many calls, and its host in time."""
+    device = use_gpu(me)
+    x = torch.ones(1000, device=device)
+    dist.all_reduce(x)
+    with ringreduce.straggler_detection(log=False) as sd:
+        finished()  # this reads records, so the next calls tell when they begin
+        before = totals()  # the group has run other tests
+        for _ in range(80):
+            dist.all_reduce(x)
+            torch.cuda.synchronize()
+        dist.all_reduce(torch.ones(3))
+        gate = Gate() if me.rank == 1 else None
+        dist.all_reduce(x)
+        dist.all_reduce(torch.ones(3))  # all have called
+        if gate is not None:
+            time.sleep(2)
+            gate.open()
+        last = finished()[-1]
+    after = totals()
+    assert (last.known, last.last_rank) == (me.world_size, 1)
+    assert last.late_ms > 1000
+    named = [one for one in sd.late + sd._judge.starved if one.record.sequence == last.sequence]
+    assert [one.rank for one in named if "on GPUs" in one.group] == [1], sd.summary()
+    done = [
+        [
+            b - a
+            for a, b in zip(
+                one.kinds.get("all_reduce", (0, 0, 0)), two.kinds["all_reduce"], strict=True
+            )
+        ]
+        for one, two in zip(before, after, strict=True)
+    ]
+    assert [one[:2] for one in done] == [[2, 24], [81, 81 * 4000]]
+    assert done[1][2] > 1 or me.rank == 1
+    for rank in range(me.world_size):
+        waited = after[1].waited.get(rank, 0) - before[1].waited.get(rank, 0)
+        assert (waited > 1) == (rank == 1 and me.rank != 1)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_late_rank_is_named_while_the_job_runs(machine: Machine, size: int) -> None:
+    machine.run(straggle, size)
 
 
 def stay_away(me: Rank, folder: Path) -> None:
