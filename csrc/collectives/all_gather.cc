@@ -1,7 +1,8 @@
 // All-gather.
 //
-// Shared memory: each rank fills its slots and copies those of all others out, or copies from their
-// tensors if all are shared.
+// Shared memory: each rank fills its slots and copies those of all others out.  If all inputs are
+// shared, it copies from there.  If all outputs are, and are large, it copies its own input to all
+// of them: each input is then read from memory once, and not once by every rank.
 // Streams: Bruck's algorithm for small messages, otherwise the ring, straight from and to the
 // caller's memory.  Hosts of several ranks may use the hierarchy instead.
 #include <algorithm>
@@ -10,6 +11,7 @@
 #include "algorithm/choose.h"
 #include "algorithm/cut.h"
 #include "base/bytes.h"
+#include "base/stream_copy.h"
 #include "collectives/collectives.h"
 #include "collectives/shared_memory.h"
 #include "collectives/stream_algorithms.h"
@@ -29,6 +31,9 @@ void SparseAllReduce::reorder(const std::vector<int>& ranks) {
 // ---- over shared memory
 
 SharedData AllGather::shared(int rank) const {
+  SharedData all = inOnePiece(outputs, counts, sizeOf(dtype));
+  all.is_output = all.bytes >= kStreamedBytes && SharedBlock::holding(all.data, all.bytes);
+  if (all.is_output) return all;
   return {input, counts[static_cast<size_t>(rank)] * sizeOf(dtype)};
 }
 
@@ -46,13 +51,25 @@ void allGather(OverMemory& c, const AllGather& a) {
     if (output(0) != input) copyBytes(output(0), input, a.counts[0] * width);
     return;
   }
-  const auto from_their_tensors = [&](const std::vector<std::byte*>& data) {
+  const Copy copy = copyFor(callSize(a).bytes);
+  const auto to_all_outputs = [&](const std::vector<std::byte*>& data) {
+    const auto me = static_cast<size_t>(c.rank);
+    const size_t place = std::accumulate(a.counts.begin(), a.counts.begin() + c.rank, size_t{0});
+    const size_t bytes = a.counts[me] * width;
+    for (size_t at = 0; at < bytes; at += kTileBytes)
+      for (std::byte* const whole : data) {
+        std::byte* const part = whole + place * width;
+        if (part != input) copy(part + at, input + at, std::min(kTileBytes, bytes - at));
+      }
+  };
+  const auto where_they_lie = [&](const std::vector<std::byte*>& data) {
+    if (c.tensors->areOutputs()) return to_all_outputs(data);
     for (int k = 0; k < c.size; ++k) {
       const auto r = static_cast<size_t>((c.rank + k) % c.size);
-      if (a.outputs[r] != data[r]) copyBytes(a.outputs[r], data[r], a.counts[r] * width);
+      if (a.outputs[r] != data[r]) copy(a.outputs[r], data[r], a.counts[r] * width);
     }
   };
-  if (inPlace(c, from_their_tensors)) return;
+  if (inPlace(c, where_they_lie)) return;
   const size_t most = *std::max_element(a.counts.begin(), a.counts.end()) * width;
   const uint64_t slices = std::max<uint64_t>(1, ceilDiv(most, exchange.slotBytes()));
   const uint64_t first = exchange.begin(slices);

@@ -13,6 +13,7 @@
 
 #include "algorithm/cut.h"
 #include "base/bytes.h"
+#include "base/stream_copy.h"
 #include "collectives/collectives.h"
 #include "collectives/over_streams.h"
 #include "collectives/shared_memory.h"
@@ -80,9 +81,10 @@ void allToAll(OverMemory& c, const AllToAll& a) {
   const auto incoming = [&](int r) { return static_cast<std::byte*>(a.outputs[index(r)]); };
   const auto from_their_tensors = [&](const std::vector<std::byte*>& data) {
     const size_t bytes = a.send_counts[0] * width;
+    const Copy copy = copyFor(index(c.size) * bytes);
     for (int k = 0; k < c.size; ++k) {
       const int r = (c.rank + k) % c.size;
-      copyBytes(incoming(r), data[index(r)] + index(c.rank) * bytes, bytes);
+      copy(incoming(r), data[index(r)] + index(c.rank) * bytes, bytes);
     }
   };
   if (inPlace(c, from_their_tensors)) return;

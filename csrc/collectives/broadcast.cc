@@ -13,6 +13,7 @@
 #include "algorithm/choose.h"
 #include "algorithm/cut.h"
 #include "base/bytes.h"
+#include "base/stream_copy.h"
 #include "collectives/collectives.h"
 #include "collectives/stream_algorithms.h"
 
@@ -28,9 +29,12 @@ void broadcast(OverMemory& c, const Broadcast& b) {
     const size_t width = sizeOf(b.dtype);
     const Span chunk = Cut{b.count, c.size}.chunk(c.rank);
     const std::byte* const source = data[static_cast<size_t>(b.root)];
-    for (int k = 1; k < c.size; ++k)
-      copyBytes(data[static_cast<size_t>((b.root + k) % c.size)] + chunk.begin * width,
-                source + chunk.begin * width, chunk.size * width);
+    const Copy copy = copyFor(b.count * width);
+    const size_t end = chunk.end() * width;
+    for (size_t at = chunk.begin * width; at < end; at += kTileBytes)
+      for (int k = 1; k < c.size; ++k)
+        copy(data[static_cast<size_t>((b.root + k) % c.size)] + at, source + at,
+             std::min(kTileBytes, end - at));
   };
   if (inPlace(c, chunk_by_chunk)) return;
   Exchange& exchange = c.exchange;

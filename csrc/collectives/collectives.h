@@ -35,6 +35,9 @@ class OverStreams;
 struct SharedData {
   const void* data = nullptr;
   size_t bytes = 0;
+  // Of a call that can share either: that it is its output, and not its input.  All ranks have to
+  // share the same.
+  bool is_output = false;
 };
 
 // In place: `data` holds this rank's addends and receives the reduction over all ranks.
@@ -305,8 +308,9 @@ bool inPlace(OverMemory& c, Body body) {
 }
 
 // The memory of parts that follow each other; null if they do not.
-inline SharedData inOnePiece(const std::vector<const void*>& parts,
-                             const std::vector<size_t>& counts, size_t width) {
+template <class Pointer>
+SharedData inOnePiece(const std::vector<Pointer>& parts, const std::vector<size_t>& counts,
+                      size_t width) {
   const auto* end = static_cast<const std::byte*>(parts[0]);
   for (size_t r = 0; r < parts.size(); ++r) {
     if (parts[r] != end) return {};

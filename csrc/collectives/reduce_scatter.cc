@@ -16,6 +16,7 @@
 #include "algorithm/choose.h"
 #include "algorithm/cut.h"
 #include "base/bytes.h"
+#include "base/stream_copy.h"
 #include "collectives/collectives.h"
 #include "collectives/shared_memory.h"
 #include "collectives/stream_algorithms.h"
@@ -98,13 +99,26 @@ SharedData ReduceScatter::shared(int) const {
 void reduceScatter(OverMemory& c, const ReduceScatter& r) {
   const auto from_their_tensors = [&](const std::vector<std::byte*>& data) {
     const auto me = static_cast<size_t>(c.rank);
+    const size_t width = sizeOf(r.dtype);
     const size_t before = std::accumulate(r.counts.begin(), r.counts.begin() + c.rank, size_t{0});
     std::vector<const void*> ordered(data.size());
     for (int k = 0; k < c.size; ++k)
       ordered[static_cast<size_t>(k)] =
-          data[static_cast<size_t>(kthToAdd(c.rank, k, c.size, c.order))] +
-          before * sizeOf(r.dtype);
-    reduceKernels(r.dtype, r.op).reduce(r.output, ordered.data(), c.size, r.counts[me], c.size);
+          data[static_cast<size_t>(kthToAdd(c.rank, k, c.size, c.order))] + before * width;
+    const ReduceKernels& kernels = reduceKernels(r.dtype, r.op);
+    auto* output = static_cast<std::byte*>(r.output);
+    if (callSize(r).bytes < kStreamedBytes || output == r.inputs[me])
+      return kernels.reduce(output, ordered.data(), c.size, r.counts[me], c.size);
+    alignas(kLine) std::byte sums[kTileBytes];
+    const size_t most = kTileBytes / width;
+    for (size_t left = r.counts[me], n = 0; left > 0; left -= n) {
+      n = std::min(most, left);
+      kernels.reduce(sums, ordered.data(), c.size, n, c.size);
+      streamBytes(output, sums, n * width);
+      output += n * width;
+      for (const void*& source : ordered)
+        source = static_cast<const std::byte*>(source) + n * width;
+    }
   };
   if (inPlace(c, from_their_tensors)) return;
   scatter(c, r, /*sums=*/false);

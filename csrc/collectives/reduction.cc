@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "base/bytes.h"
+#include "base/stream_copy.h"
 #include "collectives/shared_memory.h"
 
 namespace ringreduce {
@@ -107,7 +108,6 @@ void Reduction::reduce(Span span, std::byte* dst, uint64_t j, int excluded) {
 
 void reduceInPlace(OverMemory& c, const std::vector<std::byte*>& data, size_t count, DType dtype,
                    ReduceOp op, int root) {
-  constexpr size_t kTileBytes = 16 << 10;  // stays in the first cache between the two passes
   const ReduceKernels& kernels = reduceKernels(dtype, op);
   const size_t width = sizeOf(dtype), tile = kTileBytes / width;
   const Span chunk = Cut{count, c.size}.chunk(c.rank);

@@ -26,8 +26,8 @@ class SharedWires final : public Wires {
   void setPatience(Patience patience) override { memory_.setPatience(patience); }
   void prepare(const Operation& operation, uint64_t sequence) override {
     if (SharedTensors* tensors = memory_.tensors()) {
-      const auto [data, bytes] = sharedData(operation, memory_.over().rank);
-      tensors->offer(sequence, data, bytes);
+      const auto [data, bytes, is_output] = sharedData(operation, memory_.over().rank);
+      tensors->offer(sequence, data, bytes, is_output);
     }
   }
   void run(const Operation& operation, const Announcement&) override {

@@ -17,6 +17,7 @@
 
 #include "algorithm/cut.h"
 #include "base/executor.h"
+#include "base/stream_copy.h"
 #include "check.h"
 #include "ranks.h"
 #include "transport/shm/shared_block.h"
@@ -106,17 +107,18 @@ TEST(shared_tensors_give_the_canonical_bits) {
 }
 
 // Each collective that has a way in place gives what it gives on other memory, and leaves its
-// inputs.
+// inputs.  The largest messages are written past the caches, and gathered into their outputs.
 TEST(every_collective_in_shared_tensors) {
   constexpr DType kType = DType::kFloat32;
-  for (const int P : {2, 3, 4})
-    for (const size_t n : {size_t{16384}, size_t{30011}}) {
+  for (const int P : {2, 3, 4, 5})
+    for (const size_t n : {size_t{16384}, size_t{30011},
+                           kStreamedBytes / sizeof(float) / static_cast<size_t>(P) + 5}) {
       const auto index = [](int r) { return static_cast<size_t>(r); };
       const size_t whole = index(P) * n;
       ranks::inGroup(P, [&](Group& group) {
         const int me = group.rank();
         const auto block = SharedBlock::create(2 * whole * sizeof(float));
-        std::vector<float> plain(2 * whole);
+        std::vector<float> plain(2 * whole), apart;
         // A call reads the first `whole` floats of its memory and writes the others, or in place.
         const auto inputs = [&](float* memory) {
           std::vector<const void*> parts;
@@ -129,6 +131,14 @@ TEST(every_collective_in_shared_tensors) {
           return parts;
         };
         const std::vector<size_t> counts(index(P), n);
+        std::vector<size_t> uneven = counts;
+        uneven[1] = n - 3;
+        const auto uneven_outputs = [&](float* memory) {
+          std::vector<void*> parts = outputs(memory);
+          for (int r = 2; r < P; ++r) parts[index(r)] = memory + whole + index(r) * n - 3;
+          return parts;
+        };
+        const std::vector<float> before[] = {input(me, whole), input(me + P, whole)};
         const std::vector<std::function<CollectiveCall(float*)>> calls{
             [&](float* m) { return Broadcast{m, whole, kType, P - 1}; },
             [&](float* m) { return Reduce{m, m, whole, kType, ReduceOp::kSum, 1}; },
@@ -136,6 +146,18 @@ TEST(every_collective_in_shared_tensors) {
             [&](float* m) { return AllGather{m, outputs(m), counts, kType}; },
             [&](float* m) {  // its input lies in its output
               return AllGather{m + whole + index(me) * n, outputs(m), counts, kType};
+            },
+            [&](float* m) {  // its input is in no block
+              return AllGather{before[0].data(), outputs(m), counts, kType};
+            },
+            [&](float* m) { return AllGather{m, uneven_outputs(m), uneven, kType}; },
+            [&](float* m) {  // one rank's output is in no block, and its input is
+              std::vector<void*> places = outputs(m);
+              if (me == 1) {
+                apart.assign(whole, 0);
+                for (int r = 0; r < P; ++r) places[index(r)] = apart.data() + index(r) * n;
+              }
+              return AllGather{m, places, counts, kType};
             },
             [&](float* m) {
               return ReduceScatter{inputs(m), counts, m + whole, kType, ReduceOp::kAvg};
@@ -151,9 +173,11 @@ TEST(every_collective_in_shared_tensors) {
           if (!shares) own.resize(2 * whole);
           float* const memory = shares ? reinterpret_cast<float*>(block->data()) : own.data();
           for (float* m : {plain.data(), memory}) {
-            std::ranges::copy(input(me, whole), m);
-            std::ranges::copy(input(me + P, whole), m + whole);
+            std::ranges::copy(before[0], m);
+            std::ranges::copy(before[1], m + whole);
             group.run({calls[k % calls.size()](m)});
+            std::ranges::copy(apart, m + whole);
+            apart.clear();
           }
           CHECK(std::equal(plain.begin(), plain.end(), memory));
         }

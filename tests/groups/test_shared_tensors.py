@@ -51,10 +51,10 @@ def test_as_other_tensors(me: Rank) -> None:
     assert torch.equal(premul, shared)
 
 
-def moved_and_reduced(me: Rank, make: Callable[[int], torch.Tensor]) -> list[str]:
+def moved_and_reduced(me: Rank, make: Callable[[int], torch.Tensor], size: int) -> list[str]:
     """What the collectives give that can use shared tensors in place; of memory from `make`."""
-    whole = me.world_size * SIZE
-    part, everything, out = make(SIZE), make(whole), make(whole)
+    whole = me.world_size * size
+    part, everything, out = make(size), make(whole), make(whole)
     found = []
 
     def given(t: torch.Tensor, salt: int) -> torch.Tensor:
@@ -75,7 +75,7 @@ def moved_and_reduced(me: Rank, make: Callable[[int], torch.Tensor]) -> list[str
         keep(part, everything)
         dist.all_to_all_single(out, given(everything, k))
         keep(out, everything)
-        uneven = [SIZE - 5 if r == me.rank else SIZE for r in range(me.world_size)]
+        uneven = [size - 5 if r == me.rank else size for r in range(me.world_size)]
         dist.all_to_all_single(out[: sum(uneven)], everything[: sum(uneven)], uneven, uneven)
         keep(out)
         shards = list(given(everything, k).chunk(me.world_size))[::-1]  # not in one piece
@@ -87,9 +87,11 @@ def moved_and_reduced(me: Rank, make: Callable[[int], torch.Tensor]) -> list[str
 @pytest.mark.parametrize("size", [2, 3])
 @on_ranks()
 def test_every_collective(me: Rank) -> None:
-    expected = moved_and_reduced(me, torch.empty)
-    assert moved_and_reduced(me, ringreduce.empty) == expected
-    assert moved_and_reduced(me, ringreduce.empty if me.rank else torch.empty) == expected
+    for size in (SIZE, 1_100_003):  # the larger one is written past the caches
+        expected = moved_and_reduced(me, torch.empty, size)
+        assert moved_and_reduced(me, ringreduce.empty, size) == expected
+        mixed = ringreduce.empty if me.rank else torch.empty
+        assert moved_and_reduced(me, mixed, size) == expected
 
 
 @on_ranks(2, fresh=True)
@@ -153,12 +155,16 @@ def test_a_forked_child_does_not_change_the_parent(me: Rank) -> None:
     assert t.eq(me.world_size**2).all()
 
 
-def until_lost(me: Rank) -> None:
-    t = ringreduce.empty(4_000_100)[50:-50]  # parts of the first and the last page are another's
+def until_lost(me: Rank, gathers: bool) -> None:
+    t = ringreduce.empty(4_000_100)[50:-51]  # parts of the first and the last page are another's
+    part = torch.ones(t.numel() // me.world_size)
     me.tell("flowing")
     try:
         while True:
-            dist.all_reduce(t)
+            if gathers:
+                dist.all_gather_into_tensor(t, part)
+            else:
+                dist.all_reduce(t)
     except ringreduce.PeerLost:
         # Nothing of the failed operation arrives later, but for the pages that are shared.
         t.fill_(5.0)
@@ -174,8 +180,9 @@ def until_lost(me: Rank) -> None:
         raise
 
 
-def test_a_lost_rank(pool: Pool, world: MakeWorld) -> None:
-    call = pool.start(until_lost, world(3, 20.0), fresh=True)
+@pytest.mark.parametrize("gathers", [False, True], ids=["all_reduce", "all_gather"])
+def test_a_lost_rank(pool: Pool, world: MakeWorld, gathers: bool) -> None:
+    call = pool.start(until_lost, world(3, 20.0), gathers, fresh=True)
     call.hear_all("flowing")
     call.signal(1, signal.SIGKILL)
     for outcome in call.outcomes():

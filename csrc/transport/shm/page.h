@@ -44,6 +44,7 @@ struct TensorOffer {
   uint64_t offset, bytes;
   uint64_t device, inode;  // of the block's file, which peers open as a descriptor of this process
   int32_t pid, fd;
+  bool is_output;  // of a call that can share its input or its output
 };
 
 struct RankPage {

@@ -43,7 +43,7 @@ SharedTensors::SharedTensors(int rank, std::vector<RankPage*> pages, Exchange& e
       offers_(pages_.size()),
       places_(pages_.size()) {}
 
-void SharedTensors::offer(uint64_t sequence, const void* data, size_t bytes) {
+void SharedTensors::offer(uint64_t sequence, const void* data, size_t bytes, bool is_output) {
   sequence_ = sequence;
   own_ = data ? SharedBlock::holding(data, bytes) : nullptr;
   own_data_ = static_cast<const std::byte*>(data);
@@ -59,6 +59,7 @@ void SharedTensors::offer(uint64_t sequence, const void* data, size_t bytes) {
   offer.inode = own_->inode();
   offer.pid = getpid();
   offer.fd = own_->fd();
+  offer.is_output = is_output;
 }
 
 const std::vector<std::byte*>* SharedTensors::gather() {
@@ -74,7 +75,8 @@ const std::vector<std::byte*>* SharedTensors::gather() {
       guard_.verify(r);
     }
     offers_[static_cast<size_t>(r)] = page.offers[sequence_ % kAnnouncements];
-    if (offers_[static_cast<size_t>(r)].block == 0) return nullptr;
+    const TensorOffer& offer = offers_[static_cast<size_t>(r)];
+    if (offer.block == 0 || offer.is_output != offers_[0].is_output) return nullptr;
   }
   const Blocks& blocks = blocksOf(offers_);
   if (!blocks.usable) return nullptr;

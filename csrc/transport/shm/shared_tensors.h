@@ -31,11 +31,15 @@ class SharedTensors {
                 WaitGuard& guard);
 
   // Before operation `sequence` is announced.  `data` of null: its data are not to be shared.
-  void offer(uint64_t sequence, const void* data, size_t bytes);
+  // `is_output`: of an operation for which ranks can offer one or the other.
+  void offer(uint64_t sequence, const void* data, size_t bytes, bool is_output);
 
   // Collective, in the operation that was offered.  Where the data of each rank are in this
-  // process, by rank; null if not all ranks have them in blocks.
+  // process, by rank; null if not all ranks have them in blocks, or if some of them are outputs and
+  // others are not.
   const std::vector<std::byte*>* gather();
+  // Of what gather() returned.
+  bool areOutputs() const { return offers_[0].is_output; }
 
   // The operation has failed: peers may still write to this rank's data.
   void detach();

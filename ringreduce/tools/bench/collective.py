@@ -21,6 +21,19 @@ from ringreduce.tools.bench.settings import Unsupported
 Call = Callable[[], object]
 
 
+@dataclass(frozen=True)
+class Traffic:
+    """The memory that a call has to move, in parts of its size and for each rank.
+
+    A byte that several ranks need is read once, and shared out between them. `touched` is what the
+    bytes take up: bytes that are written where they were read count once.
+    """
+
+    read: float
+    written: float
+    touched: float
+
+
 def item_size(dtype: str) -> int:
     """Bytes of an element."""
     return torch.empty(0, dtype=getattr(torch, dtype), device="cpu").element_size()
@@ -63,6 +76,11 @@ class Collective(ABC):
     def fit(count: int, world: int) -> int:
         """The greatest count of elements up to `count` that this collective can move."""
         return count
+
+    @staticmethod
+    def traffic(world: int) -> Traffic:
+        """What ranks that share memory have to move, for the roofline."""
+        return Traffic(read=1, written=1, touched=1)
 
     @abstractmethod
     def torch_call(self) -> Call:

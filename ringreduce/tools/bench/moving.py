@@ -16,6 +16,7 @@ from ringreduce.tools.bench.collective import (
     Gathering,
     InShares,
     Scattering,
+    Traffic,
 )
 from ringreduce.tools.bench.oracle import Expected
 
@@ -28,6 +29,10 @@ class Broadcast(Collective):
 
     name = "broadcast"
     torch_name = "dist.broadcast(t, src=0)"
+
+    @staticmethod
+    def traffic(world: int) -> Traffic:
+        return Traffic(read=1 / world, written=1 - 1 / world, touched=1)
 
     def __init__(self, case: Case) -> None:
         super().__init__(case)
@@ -56,6 +61,10 @@ class AllGather(Gathering):
 
     name = "all_gather"
     torch_name = f"dist.{all_gather_single.__name__}(out, t)"
+
+    @staticmethod
+    def traffic(world: int) -> Traffic:
+        return Traffic(read=1 / world, written=1, touched=1 + 1 / world)
 
     def torch_call(self) -> Call:
         mine, everything = self.mine, self.all
@@ -120,6 +129,10 @@ class AllToAll(InShares):
 
     name = "all_to_all"
     torch_name = "dist.all_to_all_single(out, t)"
+
+    @staticmethod
+    def traffic(world: int) -> Traffic:
+        return Traffic(read=1, written=1, touched=2)
 
     def __init__(self, case: Case) -> None:
         super().__init__(case)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ringreduce.tools.bench import oracle
-from ringreduce.tools.bench.collective import Call, Case, Collective, Scattering
+from ringreduce.tools.bench.collective import Call, Case, Collective, Scattering, Traffic
 from ringreduce.tools.bench.oracle import Expected
 from ringreduce.tools.bench.settings import Unsupported
 
@@ -114,6 +114,10 @@ class Reduce(AllReduce):
     torch_name = "dist.reduce(t, dst=0), in place on the same buffer"
 
     @staticmethod
+    def traffic(world: int) -> Traffic:
+        return Traffic(read=1, written=1 / world, touched=1)
+
+    @staticmethod
     def busbw_factor(world: int) -> float:
         return 1.0
 
@@ -141,6 +145,10 @@ class ReduceScatter(Scattering):
     name = "reduce_scatter"
     reduces = True
     torch_name = f"dist.{reduce_scatter_single.__name__}(out, t)"
+
+    @staticmethod
+    def traffic(world: int) -> Traffic:
+        return Traffic(read=1, written=1 / world, touched=1 + 1 / world)
 
     def torch_call(self) -> Call:
         mine, everything, op = self.mine, self.all, torch_op(self.case.op)

@@ -91,8 +91,8 @@ def preamble(report: Report) -> list[str]:
         )
     if ROOFLINE in report.titles:
         lines.append(
-            f"roofline  all {settings['world']} ranks scale a buffer of that size in place at "
-            "the same time: size / time, as algbw"
+            f"roofline  all {settings['world']} ranks scale their buffers in place at the same "
+            "time, which moves the bytes that such a call has to: size / time, as algbw"
         )
     return [f"# {line}" for line in lines]
 
