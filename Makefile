@@ -232,13 +232,14 @@ test-full: build
 	$(BIN)/python -m pytest tests -q -m slow -n 3 --dist loadfile --ignore tests/tools/test_bench_runs.py
 
 # What takes minutes or gigabytes to show and rarely fails: whole runs of the benchmarks; 100 kills,
-# 1,000 groups, more than 2 GiB, random programs; PyTorch's suite over sockets; each file compiled by
+# 1,000 groups, more than 2 GiB, random programs, on GPUs too; PyTorch's suite over sockets; each file compiled by
 # itself; machine code for all GPUs; every check of UBSan; and AArch64.
 nightly: build
 	$(BIN)/python -m pytest tests/tools/test_bench_runs.py -q
 	RINGREDUCE_TEST_FULL=1 $(BIN)/python -m pytest tests -q \
 	  -k "2_to_the_31 or sigkill_amid or names_a_survivor or many_groups or burn_a_core or soak or \
 	  compiled_steps or properties or random_faults"
+	RINGREDUCE_TEST_FULL=1 $(MAKE) torch-on-fake
 	$(MAKE) torch-suite-tcp
 	$(MAKE) includes
 	$(CMAKE) -B build/single -DRINGREDUCE_UNITY=OFF -DRINGREDUCE_WERROR=ON \

@@ -188,7 +188,6 @@ class _Collector:
                         self._add(add, totals, name, backend.size())
         yield from families.values()
 
-
     @staticmethod
     def _add(add: Callable[..., None], totals: Totals, *of: object) -> None:
         for kind, (count, size, seconds) in totals.kinds.items():

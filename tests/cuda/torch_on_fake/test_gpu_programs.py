@@ -181,6 +181,7 @@ class Program:
             work.wait()
             for memory in call.memories:
                 memory.busy = False
+                memory.use(stream)
             self._see(call, stream, at)
 
     def capture(self, draw: random.Random, stream: torch.cuda.Stream, _: int) -> None:
