@@ -29,7 +29,7 @@ using namespace ringreduce;
 using namespace ringreduce::cuda;
 using host::Call;
 using host::Calls;
-using host::Place;
+using host::Alignment;
 
 constexpr auto kOne = DeviceAlgorithm::kOneShot, kTwo = DeviceAlgorithm::kTwoShot,
                kRing = DeviceAlgorithm::kRing;
@@ -150,7 +150,7 @@ void runCase(Program& program, uint64_t seed, std::optional<Which> which = {},
     call.slice = slice;
     call.window = 1 + below(2);
     call.in_place = below(2) == 0;
-    call.place = static_cast<Place>(below(4));
+    call.place = static_cast<Alignment>(below(4));
     call.device_factor = below(2) == 0;
     calls.add(call);
     kernels.push_back({call.algorithm, type, call.fixed ? numbers.P : 0, call.zero_copy, call.ll});

@@ -66,8 +66,10 @@ struct HostCommunicator::State {
     uint64_t hash = 0;
   };
   std::optional<Places> placesOf(const GpuAllReduce& call, cudaStream_t stream);
-  // Whether such calls on registered buffers go without slots.
-  bool isZeroCopy(DType dtype, ReduceOp op, size_t bytes, Choice wanted) const;
+  // Whether an all-reduce of so many bytes uses tensors where they are; the same on all ranks.
+  bool isLocated(size_t bytes, Choice wanted) const;
+  // Where this rank's tensors are, for its kernel.
+  Location locationOf(const GpuAllReduce& call) const;
   PartShape shapeOf(const GpuAllReduce& call, Choice choice) const;
   Arithmetic arithmeticOf(DType dtype, ReduceOp op, double factor) const;
   // A kernel's arguments, without a slice.  The second is of calls that only move data, and the
@@ -103,10 +105,10 @@ struct HostCommunicator::State {
             cudaStream_t stream);
   // The kernels of a call for this very number of ranks; null if there are none.
   const FixedKernels* fixedOf(DType dtype, ReduceOp op) const;
-  // Launches this rank's kernel of a call that waits for its peers: `fixed`, or `kernel` if it is
-  // null.
+  // Launches this rank's kernel of a call that waits for its peers: `fixed`, which takes a
+  // RankLaunch, or `kernel` if it is null.
   void launchRank(const RankCall& call, const void* kernel, const void* fixed, int channels,
-                  cudaStream_t stream, const PeerTensors& tensors = {}) const;
+                  cudaStream_t stream, const Location& location = {}) const;
 
   // --- the direct schedule (direct_stream.cc)
   struct Turn;
