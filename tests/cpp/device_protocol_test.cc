@@ -115,9 +115,8 @@ DeviceLayout layoutOf(const Shape& shape, uint64_t depth) {
           .slot_bytes = 512,
           .depth = depth,
           .part_bytes = 512,
-          .ll_bytes =
-              2 * sizeof(float) *
-              roundUp(ceilDiv(oracle::kMost, static_cast<size_t>(shape.blocks)), kChunkElements),
+          // Some calls have one block.
+          .ll_bytes = 2 * sizeof(float) * roundUp(oracle::kMost, kChunkElements),
           .window_bytes =
               static_cast<size_t>(shape.ranks * shape.blocks) * kChunkElements * sizeof(float)};
 }

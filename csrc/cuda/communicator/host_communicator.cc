@@ -153,6 +153,12 @@ HostCommunicator::State::State(std::shared_ptr<Group> of, int on, const Communic
     comm.local = localOnDevice();
     comm.abort = &stateOnDevice(comm.rank)->abort;
     comm.trouble = &stateOnDevice(comm.rank)->trouble;
+    if (tuning.window_bytes > 0) {
+      const size_t entries = static_cast<size_t>(comm.size) * kMostSegments * sizeof(SegmentEntry);
+      table = allocate(device, entries);
+      stream.zero(table->data(), entries);
+      comm.table = reinterpret_cast<SegmentEntry*>(table->data());
+    }
     stream.copy(local->data(), &comm, sizeof comm);
   });
   std::vector<HostState*> states;
@@ -212,7 +218,7 @@ bool HostCommunicator::kernelsRunAtOnce() const {
 }
 size_t HostCommunicator::bytes() const {
   return state_->memory->bytes() + (state_->staging ? state_->staging->bytes() : 0) +
-         state_->local->bytes();
+         state_->local->bytes() + (state_->table ? state_->table->bytes() : 0);
 }
 
 std::shared_ptr<Local> HostCommunicator::local() const {
@@ -266,12 +272,19 @@ bool HostCommunicator::State::isLocated(size_t bytes, Choice wanted) const {
   return wanted == Choice::kLocated || (wanted == Choice::kAuto && bytes >= tuning.located_least);
 }
 
-Location HostCommunicator::State::locationOf(const GpuAllReduce& call) const {
+Location HostCommunicator::State::locationOf(const GpuAllReduce& call, cudaStream_t stream) {
   uint64_t what = 0;
   for (const uint64_t word : {uint64_t{call.count}, static_cast<uint64_t>(call.dtype),
                               static_cast<uint64_t>(call.op), call.borders})
     what = mixed(what, word);
-  return {{}, {}, what};
+  const auto placeOf = [&](const void* data) -> Place {
+    // Peers would add elements that are not aligned one at a time.
+    if (reinterpret_cast<uintptr_t>(data) % sizeof(Pack) != 0) return {};
+    return this->placeOf(data, call.count * sizeOf(call.dtype), stream);
+  };
+  // Inputs to be scaled are copied anyway.
+  return {call.op == ReduceOp::kPremulSum ? Place{} : placeOf(call.input), placeOf(call.output),
+          what};
 }
 
 const FixedKernels* HostCommunicator::State::fixedOf(DType dtype, ReduceOp op) const {
@@ -479,7 +492,7 @@ void HostCommunicator::allReduce(const GpuAllReduce& call, CUstream_st* stream) 
     of_rank.slice = shape.slice;
     if (is_located)
       return s.launchRank(of_rank, nullptr, fixed ? fixed->located : kernels.located,
-                          shape.channels, stream, s.locationOf(call));
+                          shape.channels, stream, s.locationOf(call, stream));
     const void* of_size = nullptr;
     if (fixed && algorithm == DeviceAlgorithm::kOneShot)
       of_size = is_ll ? fixed->ll : fixed->one_shot;
