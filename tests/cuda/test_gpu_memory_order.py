@@ -685,7 +685,8 @@ MUTANTS = {
     "located, acknowledged before it is mapped": early(
         located(), r"st \[table\]", r"\[acknowledged\]"
     ),
-    "located, used again before the results": drop(located(), r"ld.*\[results\]"),
+    # It finds its own flag instead.
+    "located, used again before the results": edit(located(), r"(ld.*)\[results\]", r"\1[parts]"),
     **{f"LL, {what}": edit(ll(LL_SETS), *change) for what, change in FLAGS.items()},
     "LL, one set too few": ll(LL_SETS - 1),
     "LL, no wait for the flags of earlier calls": ll(LL_SETS, waits=False),
