@@ -154,6 +154,7 @@ constexpr How kLL{Kind::kAllReduce, DeviceAlgorithm::kOneShot, false, false, tru
 // By kernels of a number of ranks, where there are any.
 constexpr std::array kFixed{kOneShot, kTwoShot, kLocated, kReduceScatter, kLL};
 constexpr std::array kLLs{kLL};
+constexpr std::array kLocateds{kLocated};
 constexpr std::array kOneShots{kOneShot};
 constexpr std::array kTwoShots{kTwoShot};
 constexpr std::array kRings{kRing};
@@ -373,7 +374,53 @@ void everyWay(void (*test)(const How&)) {
                      [&](int i) { test(kAll[static_cast<size_t>(i)]); });
 }
 
+// Whose reader takes its time between the flag and the tensors of its peer.
+thread_local std::chrono::milliseconds slow{0};
+struct SlowReader : DeviceRules {
+  template <class Rules>
+  static uint64_t hear(const uint64_t& word) {
+    std::this_thread::sleep_for(std::exchange(slow, std::chrono::milliseconds(0)));
+    return word;
+  }
+};
+
+// A clock that runs so fast that nobody waits after it has given up.
+constexpr uint64_t kFast = 1000;
+class Impatient : public host::Block {
+ public:
+  using host::Block::Block;
+  static uint64_t nanoseconds() { return host::Block::nanoseconds() * kFast; }
+};
+
+// Rank 0 gives up on rank 1, which comes late, or is slow: it has found rank 0's tensors by then.
+template <class B = host::Block>
+void leftAlone(std::chrono::milliseconds late, std::chrono::milliseconds slowly,
+               uint64_t clock = 1) {
+  constexpr Shape kShape{2, 1, 1};
+  Ranks ranks(layoutOf(kShape, 2));
+  Calls calls(ranks, kLong * clock);
+  calls.add({.numbers = &numbersOf(kShape.ranks),
+             .count = 2 * kChunkElements,
+             .in_place = true,
+             .located = true});
+  calls.rankCall(0, 0).timeout = 300'000'000 * clock;
+  const Bytes addends = calls.tensors(0, 1).result();
+  host::run<B>(kShape, 1, [&](B& block, int r, int c, size_t kernel) {
+    if (r == 1) {
+      std::this_thread::sleep_for(late);
+      slow = slowly;
+    }
+    calls.at<SlowReader, compiledFor(kLocateds), DType::kFloat32>(block, r, c, kernel);
+  });
+  CHECK_EQ(ranks.trouble(0).cause, static_cast<uint64_t>(Cause::kTimeout));
+  CHECK_EQ(ranks.trouble(1).cause, static_cast<uint64_t>(Cause::kAborted));
+  for (int r = 0; r < kShape.ranks; ++r)
+    CHECK(calls.tensors(0, r).result() == Bytes(addends.size(), 0xff));
+}
+
 const mutants::Mutants kMutants{
+    {"left_without_a_wait",
+     [] { leftAlone<Impatient>({}, std::chrono::milliseconds(600), kFast); }},
     {"ring_weak_publish", [] { mixed<WeakPublish, kRings>({3, 1, 2}, 40); }},
     {"ring_weak_observe", [] { mixed<WeakObserve, kRings>({3, 1, 2}, 40); }},
     {"push_weak_publish", [] { mixed<WeakPublish, kPushes>({3, 1, 2}, 40); }},
@@ -415,6 +462,39 @@ TEST(kernels_of_a_number_of_ranks_hold_under_random_delays) {
   for (const Shape& shape : {Shape{2, 1, 4}, Shape{2, 3, 1}, Shape{4, 2, 2}})
     mixed<Delayed, kFixed, host::Block, true>(shape, 60);
   mixed<Delayed, kFixed, host::Block, true>({8, 1, 2}, 14);
+}
+
+TEST(who_has_left_is_left_alone) {
+  leftAlone({}, std::chrono::milliseconds(1000));
+  leftAlone(std::chrono::milliseconds(1000), {});
+  leftAlone(std::chrono::milliseconds(3000), {});  // after the farewell
+}
+
+// A peer that is in another call, or whose tensor reaches beyond its segment.
+TEST(nothing_is_touched_where_calls_or_segments_do_not_fit) {
+  constexpr Shape kShape{2, 1, 2};
+  for (const bool other_call : {true, false}) {
+    Ranks ranks(layoutOf(kShape, 2));
+    Calls calls(ranks, kLong);
+    calls.add({.numbers = &numbersOf(kShape.ranks),
+               .count = 2 * kChunkElements,
+               .in_place = false,
+               .located = true});
+    Location& theirs = calls.location(0, 1);
+    if (other_call)
+      ++theirs.what;
+    else
+      --ranks.entry(0, 1, theirs.in.segment).bytes;
+    host::run(kShape, 1, [&](host::Block& block, int r, int c, size_t kernel) {
+      calls.at<Delayed, compiledFor(kLocateds), DType::kFloat32>(block, r, c, kernel);
+    });
+    CHECK_EQ(ranks.trouble(0).cause, static_cast<uint64_t>(Cause::kMismatch));
+    for (int r = 0; r < kShape.ranks; ++r) {
+      const Bytes output = calls.tensors(0, r).result();
+      CHECK(output == Bytes(output.size(), 0xff));
+      CHECK(calls.tensors(0, r).intactAround());
+    }
+  }
 }
 
 // The numbers of sets that push.h asks for: one less is a mutant.

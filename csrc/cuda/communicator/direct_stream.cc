@@ -97,44 +97,20 @@ void HostCommunicator::State::carry(const CarryCall& call, DType dtype, cudaStre
 
 // ---- all_reduce
 
-HostCommunicator::State::Registered* HostCommunicator::State::bufferOf(const void* data,
-                                                                       size_t bytes) {
-  const auto at = reinterpret_cast<uintptr_t>(data);
-  auto entry = registered.upper_bound(at);
-  if (entry == registered.begin()) return nullptr;
-  --entry;
-  const bool inside = at - entry->first + bytes <= entry->second.bytes;
-  return inside ? &entry->second : nullptr;
-}
-
-Place HostCommunicator::State::placeOf(const void* data, size_t bytes, cudaStream_t stream) {
-  Registered* const buffer = bufferOf(data, bytes);
-  if (!buffer || !buffer->is_in_table) return {};
-  if (captureOf(stream)) buffer->is_captured = true;
-  const auto* const begin = buffer->buffer->at(group->rank());
-  return {buffer->segment(),
-          static_cast<uint64_t>(static_cast<const std::byte*>(data) - begin)};
-}
-
-void HostCommunicator::State::enter(const Registered& buffer, bool forget) const {
-  Stream stream(device);
-  for (int r = 0; r < group->size(); ++r) {
-    const SegmentEntry entry{buffer.segment(), buffer.buffer->at(r), buffer.bytes};
-    const size_t place = static_cast<size_t>(r) * kMostSegments + entry.number % kMostSegments;
-    std::byte* const at = table->data() + place * sizeof(SegmentEntry);
-    if (forget)
-      stream.zero(at, sizeof entry);
-    else
-      stream.copy(at, &entry, sizeof entry);
-  }
-}
-
 std::optional<HostCommunicator::State::Places> HostCommunicator::State::placesOf(
     const GpuAllReduce& call, cudaStream_t stream) {
   const size_t bytes = call.count * sizeOf(call.dtype);
+  const auto find = [&](const void* p) -> Registered* {
+    const auto at = reinterpret_cast<uintptr_t>(p);
+    auto entry = registered.upper_bound(at);
+    if (entry == registered.begin()) return nullptr;
+    --entry;
+    const bool inside = at - entry->first + bytes <= entry->second.bytes;
+    return inside ? &entry->second : nullptr;
+  };
   // Inputs to be scaled must be copied anyway.
   if (!call.registered || call.op == ReduceOp::kPremulSum) return std::nullopt;
-  Registered *in = bufferOf(call.input, bytes), *out = bufferOf(call.output, bytes);
+  Registered *in = find(call.input), *out = find(call.output);
   if (!in || !out) return std::nullopt;
   if (captureOf(stream)) in->is_captured = out->is_captured = true;
   Places found;
@@ -337,21 +313,10 @@ std::string HostCommunicator::registerBuffer(void* data, size_t bytes,
           made.refusal);
     return made.refusal;
   }
-  State::Registered& one = s.registered[reinterpret_cast<uintptr_t>(data)];
-  one = {.buffer = std::move(made.buffer),
-         .bytes = bytes,
-         .number = s.registrations++,
-         .owner = std::move(owner)};
-  // The same on all ranks, since they register together.
-  const auto hasItsEntry = [&](const auto& other) {
-    return other.second.is_in_table && other.second.number % kMostSegments == one.number % kMostSegments;
-  };
-  if (s.table && std::ranges::none_of(s.registered, hasItsEntry)) {
-    one.is_in_table = true;
-    s.enter(one, false);
-  }
-  // Each rank's kernels may use it when this returns, so all ranks must have entered it.
-  if (s.table) s.group->run({Barrier{}});
+  s.registered[reinterpret_cast<uintptr_t>(data)] = {.buffer = std::move(made.buffer),
+                                                     .bytes = bytes,
+                                                     .number = s.registrations++,
+                                                     .owner = std::move(owner)};
   return "";
 }
 
@@ -393,7 +358,6 @@ std::vector<std::shared_ptr<void>> HostCommunicator::unregisterBuffers(const Unu
   std::vector<std::shared_ptr<void>> given_back;
   for (const uintptr_t at : agreed) {
     State::Registered& one = s.registered.at(at);
-    if (one.is_in_table) s.enter(one, true);
     given_back.push_back(std::move(one.owner));
     if (!by_ipc) closeLater([buffer = std::shared_ptr<PeerBuffer>(std::move(one.buffer))] {});
     s.registered.erase(at);

@@ -141,6 +141,8 @@ HostCommunicator::State::State(std::shared_ptr<Group> of, int on, const Communic
   if (setting.ranks_on_device > 1 || !setting.run_at_once || options.algorithm == Choice::kDirect)
     staging = std::make_unique<PeerMemory>(*group, device, kHalves * kStagingBytes, options.access);
 
+  if (tuning.window_bytes > 0) board = std::make_unique<SegmentBoard>(*group, *memory);
+
   agreeOnStatus(*group, [&] {
     constexpr size_t kBytes = roundUp(sizeof(DeviceComm), kLine) + sizeof(Local);
     local = allocate(device, kBytes);
@@ -153,12 +155,7 @@ HostCommunicator::State::State(std::shared_ptr<Group> of, int on, const Communic
     comm.local = localOnDevice();
     comm.abort = &stateOnDevice(comm.rank)->abort;
     comm.trouble = &stateOnDevice(comm.rank)->trouble;
-    if (tuning.window_bytes > 0) {
-      const size_t entries = static_cast<size_t>(comm.size) * kMostSegments * sizeof(SegmentEntry);
-      table = allocate(device, entries);
-      stream.zero(table->data(), entries);
-      comm.table = reinterpret_cast<SegmentEntry*>(table->data());
-    }
+    if (board) comm.table = const_cast<SegmentEntry*>(board->table());
     stream.copy(local->data(), &comm, sizeof comm);
   });
   std::vector<HostState*> states;
@@ -218,7 +215,7 @@ bool HostCommunicator::kernelsRunAtOnce() const {
 }
 size_t HostCommunicator::bytes() const {
   return state_->memory->bytes() + (state_->staging ? state_->staging->bytes() : 0) +
-         state_->local->bytes() + (state_->table ? state_->table->bytes() : 0);
+         state_->local->bytes() + (state_->board ? state_->board->bytes() : 0);
 }
 
 std::shared_ptr<Local> HostCommunicator::local() const {
@@ -279,8 +276,10 @@ Location HostCommunicator::State::locationOf(const GpuAllReduce& call, cudaStrea
     what = mixed(what, word);
   const auto placeOf = [&](const void* data) -> Place {
     // Peers would add elements that are not aligned one at a time.
-    if (reinterpret_cast<uintptr_t>(data) % sizeof(Pack) != 0) return {};
-    return this->placeOf(data, call.count * sizeOf(call.dtype), stream);
+    if (!board || reinterpret_cast<uintptr_t>(data) % sizeof(Pack) != 0) return {};
+    const Place place = board->find(data, call.count * sizeOf(call.dtype));
+    if (place.segment != 0 && captureOf(stream)) board->keep(place);
+    return place;
   };
   // Inputs to be scaled are copied anyway.
   return {call.op == ReduceOp::kPremulSum ? Place{} : placeOf(call.input), placeOf(call.output),

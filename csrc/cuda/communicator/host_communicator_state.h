@@ -22,6 +22,7 @@
 #include "cuda/kernels/stream_kernels.h"
 #include "cuda/memory/device_memory.h"
 #include "cuda/memory/peer_memory.h"
+#include "cuda/memory/segment_board.h"
 #include "group/agreement.h"
 
 namespace ringreduce::cuda {
@@ -66,8 +67,6 @@ struct HostCommunicator::State {
     uint64_t hash = 0;
   };
   std::optional<Places> placesOf(const GpuAllReduce& call, cudaStream_t stream);
-  // Where kernels of the other ranks find this memory, if it lies in such a buffer.
-  Place placeOf(const void* data, size_t bytes, cudaStream_t stream);
   // Whether an all-reduce of so many bytes uses tensors where they are; the same on all ranks.
   bool isLocated(size_t bytes, Choice wanted) const;
   // Where this rank's tensors are, for its kernel.
@@ -147,9 +146,9 @@ struct HostCommunicator::State {
 
   std::unique_ptr<MappedPages> pages;  // a HostState for each rank
   std::unique_ptr<PeerMemory> memory, staging;
+  std::unique_ptr<SegmentBoard> board;  // for kernels that use tensors where they are
   DeviceComm comm{};
   MemoryPtr local;  // a DeviceComm and a Local
-  MemoryPtr table;  // of SegmentEntry, for kernels that use tensors where they are
   // Buffers that peers map, by their address here, in the order in which they were registered.
   struct Registered {
     std::unique_ptr<PeerBuffer> buffer;
@@ -157,14 +156,7 @@ struct HostCommunicator::State {
     uint64_t number;
     std::shared_ptr<void> owner;
     bool is_captured = false;  // a CUDA graph may use it at any time
-    // In the table, the same on all ranks; 0 if it is not there.
-    uint64_t segment() const { return is_in_table ? number + 1 : 0; }
-    bool is_in_table = false;
   };
-  // The buffer that holds all of this memory; null if there is none.
-  Registered* bufferOf(const void* data, size_t bytes);
-  // Lets kernels find a buffer, or find it no more.
-  void enter(const Registered& buffer, bool forget) const;
   std::map<uintptr_t, Registered> registered;
   uint64_t registrations = 0;
   bool told_refusal = false;
