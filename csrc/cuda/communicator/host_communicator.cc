@@ -213,6 +213,10 @@ bool HostCommunicator::gainsByRegistering(DType, size_t bytes) const {
 bool HostCommunicator::kernelsRunAtOnce() const {
   return state_->setting.run_at_once;
 }
+bool HostCommunicator::isMapped(const void* data, size_t bytes) const {
+  const State& s = *state_;
+  return s.board && s.board->isMapped(s.board->find(data, bytes));
+}
 size_t HostCommunicator::bytes() const {
   return state_->memory->bytes() + (state_->staging ? state_->staging->bytes() : 0) +
          state_->local->bytes() + (state_->board ? state_->board->bytes() : 0);
