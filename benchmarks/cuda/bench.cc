@@ -12,8 +12,9 @@ Choice choiceOf(Path path) {
     case Path::kRing:
       return Choice::kRing;
     case Path::kTwoShot:
-    case Path::kZeroCopy:  // of registered buffers
       return Choice::kTwoShot;
+    case Path::kZeroCopy:  // of registered buffers
+      return Choice::kLocated;
     case Path::kOneShot:
       return Choice::kOneShot;
     case Path::kLL:
@@ -24,9 +25,9 @@ Choice choiceOf(Path path) {
 }
 
 bool exists(Path path, DType dtype, ReduceOp op, size_t bytes) {
-  if (path == Path::kLL && bytes > ringreduce::cuda::kLLMost) return false;
-  return !isFixed(path) || (ringreduce::cuda::hasFixedKernels(dtype) &&
-                            (op == ReduceOp::kSum || op == ReduceOp::kAvg));
+  if (path != Path::kLL) return true;
+  return bytes <= ringreduce::cuda::kLLMost && ringreduce::cuda::hasFixedKernels(dtype) &&
+         (op == ReduceOp::kSum || op == ReduceOp::kAvg);
 }
 
 Times copyTimes(size_t bytes, int rounds) {

@@ -31,4 +31,10 @@ struct SegmentEntry {
   uint64_t bytes;
 };
 
+// Where a rank's tensors of a call are, as it tells its peers in the line of a flag (push.h).
+struct Location {
+  Place in, out;      // none: in the rank's window (device_layout.h)
+  uint64_t what = 0;  // a hash of the call, which must be the same on all ranks
+};
+
 }  // namespace ringreduce::cuda
