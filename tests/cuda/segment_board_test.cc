@@ -1,11 +1,12 @@
 // Memory that ranks offer each other while they run: who maps what and when, and that nothing of it
 // is left or used again too early.  On GPUs, or on the fake.
 #define CHECK_OWN_MAIN
+#include "cuda/memory/segment_board.h"
+
 #include <csignal>
 #include <optional>
 
 #include "cuda/memory/own_memory.h"
-#include "cuda/memory/segment_board.h"
 #include "peers.h"
 
 using namespace peers;
@@ -100,8 +101,11 @@ void testAll(As as) {
         const Place gone = f.board.find(bytesOf(all[i]), 1);
         if (i == rank % all.size()) {
           all[i].reset();
-          await("it is withdrawn", [&] { return !f.board.isMapped(gone); });
-          CHECK_EQ(entryOf(f.board, f.stream, group.rank(), gone).number, 0u);
+          await("its kernels no longer use it", [&] {
+            CHECK(f.board.find(all[i].get(), 1) == Place{});
+            return entryOf(f.board, f.stream, group.rank(), gone).number == 0;
+          });
+          CHECK(!f.board.isMapped(gone));
         }
       }
       group.run({Barrier{}});

@@ -91,8 +91,8 @@ void OwnSegment::end() {
 }
 
 std::shared_ptr<void> ownMemory(int device, size_t bytes, StreamUsers users) {
-  Exported made = allocateExported(
-      device, roundUp(std::max<size_t>(bytes, 1), exportGranularity(device)));
+  Exported made =
+      allocateExported(device, roundUp(std::max<size_t>(bytes, 1), exportGranularity(device)));
   Registry& all = registry();
   const std::lock_guard lock(all.mutex);
   auto segment = std::make_shared<OwnSegment>(++all.last, std::move(made));

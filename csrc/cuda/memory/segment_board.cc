@@ -400,7 +400,8 @@ class SegmentBoard::State {
            const std::string& obstacle) {
     Peer& owner = peer(from);
     Theirs& slot = owner.segments[slotOf(number)];
-    const auto bytes = static_cast<uint64_t>(std::max<int64_t>(0, ringreduce::number(fields, "bytes")));
+    const auto bytes =
+        static_cast<uint64_t>(std::max<int64_t>(0, ringreduce::number(fields, "bytes")));
     try {
       if (!obstacle.empty()) throw Error(Failure::kSetup, obstacle);
       if (slot.number != 0 || bytes == 0)
@@ -408,8 +409,7 @@ class SegmentBoard::State {
       Theirs mapped{.number = number};
       std::byte* data = nullptr;
       if (isBeside(owner)) {
-        mapped.segment =
-            ownSegmentWithId(static_cast<uint64_t>(ringreduce::number(fields, "id")));
+        mapped.segment = ownSegmentWithId(static_cast<uint64_t>(ringreduce::number(fields, "id")));
         if (!mapped.segment) return false;  // over by now
         data = mapped.segment->data();
       } else {
@@ -475,7 +475,7 @@ class SegmentBoard::State {
 
   std::mutex mutex_;  // of own_ and slots_
   std::array<Own, kMostSegments> own_;
-  std::map<uint64_t, size_t> slots_;  // by the id of what is offered
+  std::map<uint64_t, size_t> slots_;                           // by the id of what is offered
   std::array<std::atomic<uint64_t>, kMostSegments> mapped_{};  // numbers that all peers map
 
   // The mapping thread's.
