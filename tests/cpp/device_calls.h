@@ -305,8 +305,8 @@ class Calls {
       if (trouble.cause != static_cast<uint64_t>(Cause::kNone))
         check::fail(__FILE__, __LINE__,
                     "rank " + std::to_string(r) + " gave up on rank " +
-                        std::to_string(trouble.peer) + " in call " +
-                        std::to_string(trouble.operation) + ": " +
+                        std::to_string(trouble.peer) + " (cause " + std::to_string(trouble.cause) +
+                        ") in call " + std::to_string(trouble.operation) + ": " +
                         calls_[trouble.operation - 1].call.text());
       CHECK_EQ(ranks_.comm(r).local->found_inf, 0.f);
     }

@@ -31,7 +31,8 @@
 
 namespace ringreduce::cuda {
 
-namespace {
+// Not without a name: State has such members, and may be compiled with other files as one.
+namespace board {
 
 // How often the thread tries again to send to a rank whose socket is full.
 constexpr int kRetryMs = 5;
@@ -73,7 +74,7 @@ class Mapper : public std::enable_shared_from_this<Mapper> {
   }
   void wake() {
     const uint64_t one = 1;
-    (void)!write(wake_.get(), &one, sizeof one);  // full: it is awake
+    (void)!::write(wake_.get(), &one, sizeof one);  // full: it is awake
   }
 
  private:
@@ -118,7 +119,8 @@ Ends makeInbox() {
   return {Fd(ends[0]), Fd(ends[1])};
 }
 
-}  // namespace
+}  // namespace board
+using namespace board;
 
 // ---- a board
 
@@ -484,7 +486,7 @@ class SegmentBoard::State {
   bool told_ = false, works_ = true;
 };
 
-namespace {
+namespace board {
 
 void Mapper::run() {
   for (;;) {
@@ -498,7 +500,7 @@ void Mapper::run() {
       boards = boards_;
     }
     uint64_t wakes = 0;  // before the look at what woke it
-    (void)!read(wake_.get(), &wakes, sizeof wakes);
+    (void)!::read(wake_.get(), &wakes, sizeof wakes);
     bool again = false;
     std::vector<pollfd> wanted{{.fd = wake_.get(), .events = POLLIN, .revents = 0}};
     for (const Board& board : boards) {
@@ -511,7 +513,7 @@ void Mapper::run() {
   }
 }
 
-}  // namespace
+}  // namespace board
 
 SegmentBoard::SegmentBoard(Group& group, const PeerMemory& memory)
     : state_(std::make_shared<State>(group, memory)) {
