@@ -67,9 +67,8 @@ struct Call {
     return std::string(kind == Kind::kAllReduce ? kDeviceAlgorithmNames[static_cast<int>(algorithm)]
                                                 : name(kind)) +
            ", " + numbers->text(count) + ", " + std::to_string(blocks) + " blocks, slices of " +
-           std::to_string(slice) + (in_place ? ", in place" : "") +
-           (fixed ? ", fixed" : "") + (located ? ", located, staged " + std::to_string(staged) : "") +
-           (ll ? ", LL" : "") +
+           std::to_string(slice) + (in_place ? ", in place" : "") + (fixed ? ", fixed" : "") +
+           (located ? ", located, staged " + std::to_string(staged) : "") + (ll ? ", LL" : "") +
            ", place " + std::to_string(static_cast<int>(place));
   }
   Bytes wanted(int rank) const {
@@ -159,7 +158,7 @@ class Tensors {
     const size_t elements = call_.place == Alignment::kShifted  ? 1
                             : call_.place == Alignment::kByRank ? static_cast<size_t>(rank_)
                             : call_.place == Alignment::kApart  ? (input ? 1 : 2)
-                                                            : 0;
+                                                                : 0;
     return elements * call_.numbers->width();
   }
   const Bytes& addends() const { return call_.numbers->addends[static_cast<size_t>(rank_)]; }

@@ -146,8 +146,8 @@ constexpr How kReduceScatter{Kind::kReduceScatter}, kAllGather{Kind::kAllGather}
     kBroadcast{Kind::kBroadcast},
     kTwoHopBroadcast{Kind::kBroadcast, DeviceAlgorithm::kTwoShot, true};
 constexpr How kLocated{Kind::kAllReduce, DeviceAlgorithm::kTwoShot, false, true};
-constexpr std::array kAll{kOneShot,   kTwoShot,   kRing,            kReduceScatter,
-                          kAllGather, kBroadcast, kTwoHopBroadcast, kLocated};
+constexpr std::array kAll{kOneShot,   kTwoShot,         kRing,   kReduceScatter, kAllGather,
+                          kBroadcast, kTwoHopBroadcast, kLocated};
 
 constexpr How kLL{Kind::kAllReduce, DeviceAlgorithm::kOneShot, false, false, true};
 
@@ -290,7 +290,8 @@ class Absence {
     for (int r = 0; r < kShape.ranks; ++r) {
       if (r == kAbsent) continue;
       // The first to give up may have told the others.
-      const bool told = leaves_ && ranks_.trouble(r).cause == static_cast<uint64_t>(Cause::kAborted);
+      const bool told =
+          leaves_ && ranks_.trouble(r).cause == static_cast<uint64_t>(Cause::kAborted);
       some |= ranks_.trouble(r).cause == static_cast<uint64_t>(cause);
       CHECK(told || ranks_.trouble(r).cause == static_cast<uint64_t>(cause));
       CHECK_EQ(ranks_.trouble(r).operation, 1u);

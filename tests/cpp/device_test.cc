@@ -403,7 +403,8 @@ TEST(located_tensors_are_copied_only_where_they_are_not_mapped) {
                     .in_place = in_place,
                     .located = true,
                     .staged = staged};
-          call.count = std::min(call.count, oracle::kMost / (p * kChunkElements) * p * kChunkElements);
+          call.count =
+              std::min(call.count, oracle::kMost / (p * kChunkElements) * p * kChunkElements);
           const uint64_t S = call.partBytes();
           for (const bool fixed : {false, true}) {
             if (fixed && !call.canBeFixed()) continue;

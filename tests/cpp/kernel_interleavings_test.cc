@@ -167,9 +167,9 @@ TEST(every_state_of_small_calls_of_parts) {
         record<Byte>(three, {two_hops(three, 4), callOf(kAllGather, three, 2)}));
 }
 
-// Two-shot on tensors where they are, beside calls by slots, of ranks whose tensors are mapped and of
-// ranks that use their windows.  Not only flags but the users' tensors are watched: peers read and
-// write them.  So are the tables in which they find each other's tensors.
+// Two-shot on tensors where they are, beside calls by slots, of ranks whose tensors are mapped and
+// of ranks that use their windows.  Not only flags but the users' tensors are watched: peers read
+// and write them.  So are the tables in which they find each other's tensors.
 TEST(every_state_of_small_located_calls) {
   constexpr uint32_t kMapped = 0, kStaged = ~0u, kSome = 0b0110;
   const auto located = [](const Shape& shape, uint32_t staged, bool in_place, size_t turns = 1) {
@@ -231,7 +231,8 @@ TEST(mistakes_with_locations_are_found) {
   };
   races("a location after its flag", hasty(right, isFlag(DeviceLayout::Of::kParts)));
   races("results before the sums", hasty(right, isFlag(DeviceLayout::Of::kResults)));
-  // By the mapping thread of a rank whose own tensors nobody maps: it has not waited for the thread.
+  // By the mapping thread of a rank whose own tensors nobody maps: it has not waited for the
+  // thread.
   Call one_sided = call;
   one_sided.staged = 0b1100;
   CHECK(order(record<Half>(shape, {one_sided})).proven());

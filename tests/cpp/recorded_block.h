@@ -124,11 +124,11 @@ class Tape {
   std::vector<Step> steps_;
 };
 
-inline thread_local Tape* tape = nullptr;        // of the lane that runs
+inline thread_local Tape* tape = nullptr;  // of the lane that runs
 // What the lane finds in words that others write before it, time after time: they have not run yet.
 inline thread_local std::map<const uint64_t*, std::deque<uint64_t>> heard;
 inline thread_local std::map<const uint64_t*, uint64_t> segments;  // numbers of own segments
-inline thread_local uint32_t flag_of_words = 0;  // of the call by LL that runs
+inline thread_local uint32_t flag_of_words = 0;                    // of the call by LL that runs
 
 // What a mutant does: memory orders that it weakens, slots that it takes too early, sets of push
 // slots, and barriers that it forgets.  All of it is chosen at run time, so that the kernels are
@@ -200,8 +200,8 @@ struct Rules : DeviceRules {
 class Block {
  public:
   // `tensors`, by turn: what the lanes show each other of them (located.h).
-  Block(int lane, int lanes, size_t group, std::vector<bool>& votes,
-        const PeerTensors& shared, const std::vector<PeerTensors>& tensors)
+  Block(int lane, int lanes, size_t group, std::vector<bool>& votes, const PeerTensors& shared,
+        const std::vector<PeerTensors>& tensors)
       : lane_(lane),
         lanes_(lanes),
         group_(group),
@@ -278,11 +278,11 @@ struct Call {
   size_t shift = 0;  // elements by which the user's memory is off
   Kind kind = Kind::kAllReduce;
   int root = 0;
-  bool two_hops = false;   // a broadcast in two hops
-  bool fixed = false;      // an all-reduce of 2, 4 or 8 ranks by kernels for that number
-  bool ll = false;         // the same by LL
-  bool located = false;    // an all-reduce of tensors where they are
-  uint32_t staged = 0;     // whose inputs (bit 2 r) and outputs (bit 2 r + 1) peers do not map
+  bool two_hops = false;  // a broadcast in two hops
+  bool fixed = false;     // an all-reduce of 2, 4 or 8 ranks by kernels for that number
+  bool ll = false;        // the same by LL
+  bool located = false;   // an all-reduce of tensors where they are
+  uint32_t staged = 0;    // whose inputs (bit 2 r) and outputs (bit 2 r + 1) peers do not map
 
   size_t parts(int ranks) const {
     return kind == Kind::kReduceScatter || kind == Kind::kAllGather ? static_cast<size_t>(ranks)

@@ -96,8 +96,7 @@ class Data {
   std::vector<gpu::Buffer> inputs_, outputs_;
 };
 
-constexpr Choice kKernels[] = {Choice::kOneShot, Choice::kTwoShot, Choice::kRing,
-                              Choice::kLocated};
+constexpr Choice kKernels[] = {Choice::kOneShot, Choice::kTwoShot, Choice::kRing, Choice::kLocated};
 
 uint32_t next() {
   static uint32_t seed = 0;
@@ -217,8 +216,8 @@ TEST(the_factor_may_lie_in_the_gpus_memory) {
 
 TEST(a_captured_graph_replays) {
   const Ranks ranks(2, together(), named("graph"));
-  for (Choice choice : {Choice::kOneShot, Choice::kTwoShot, Choice::kRing, Choice::kLocated,
-                        Choice::kDirect}) {
+  for (Choice choice :
+       {Choice::kOneShot, Choice::kTwoShot, Choice::kRing, Choice::kLocated, Choice::kDirect}) {
     const Case what{
         .ranks = 2, .count = 3000, .dtype = DType::kFloat32, .op = ReduceOp::kSum, .seed = next()};
     const Data data(what, false);

@@ -276,7 +276,10 @@ T* wordAt(Warp& w, const Step& s, int l) {
   return reinterpret_cast<T*>(address);
 }
 inline void acquire(Warp& w, const Step& s) {
-  w.each([&](int l) { w.reg(s.to[0])[l] = *wordAt<uint64_t>(w, s, l); });
+  w.each([&](int l) {
+    w.reg(s.to[0])[l] = *wordAt<uint64_t>(w, s, l);
+    w.acquired[l] = w.block.machine->epoch;
+  });
   w.block.acquired = w.block.machine->epoch;
   w.polled = true;
 }

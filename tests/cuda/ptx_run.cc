@@ -27,9 +27,9 @@ namespace {
 
 using namespace ringreduce;
 using namespace ringreduce::cuda;
+using host::Alignment;
 using host::Call;
 using host::Calls;
-using host::Alignment;
 
 constexpr auto kOne = DeviceAlgorithm::kOneShot, kTwo = DeviceAlgorithm::kTwoShot,
                kRing = DeviceAlgorithm::kRing;
@@ -177,8 +177,7 @@ void runCase(Program& program, uint64_t seed, std::optional<Which> which = {},
     give(comm.table, static_cast<size_t>(numbers.P) * kMostSegments * sizeof *comm.table);
   }
   // One grid for all ranks, or one each, in each rank's stream.
-  const bool together =
-      below(2) == 0 && std::ranges::none_of(kernels, &Which::isRanks);
+  const bool together = below(2) == 0 && std::ranges::none_of(kernels, &Which::isRanks);
   std::vector<ptx::Grid> grids;
   for (size_t i = 0; i < count; ++i) {
     const ptx::Kernel& kernel = program.kernel(kernels[i]);

@@ -69,18 +69,18 @@ struct Setting {
 };
 
 struct Tuning {
-  int channels;            // blocks a rank
-  size_t slot_bytes;       // ring
-  uint64_t depth;          // ring slots a channel
-  size_t window;           // ring slices under way
-  size_t part_bytes;       // push slots
-  size_t one_shot_most;    // bytes of a message that still takes one-shot
-  size_t two_shot_most;    // and two-shot
-  size_t ll_bytes;         // LL slots
-  size_t ll_most;          // bytes of a message that goes by LL
-  size_t window_bytes;     // for tensors that peers cannot reach (located.h)
-  size_t located_least;    // bytes from which on tensors are used where they are
-  size_t shared_lead;      // direct schedule: from here on every rank leads a part
+  int channels;          // blocks a rank
+  size_t slot_bytes;     // ring
+  uint64_t depth;        // ring slots a channel
+  size_t window;         // ring slices under way
+  size_t part_bytes;     // push slots
+  size_t one_shot_most;  // bytes of a message that still takes one-shot
+  size_t two_shot_most;  // and two-shot
+  size_t ll_bytes;       // LL slots
+  size_t ll_most;        // bytes of a message that goes by LL
+  size_t window_bytes;   // for tensors that peers cannot reach (located.h)
+  size_t located_least;  // bytes from which on tensors are used where they are
+  size_t shared_lead;    // direct schedule: from here on every rank leads a part
 
   constexpr DeviceLayout layout(int ranks) const {
     return {.ranks = ranks,

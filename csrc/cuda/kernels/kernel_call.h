@@ -67,8 +67,8 @@ struct DeviceComm {
   DeviceLayout layout;
   std::byte* base[kMostRanks];  // each rank's memory (device_layout.h), as mapped here
   Local* local;
-  AbortFlag* abort;  // in the hosts' memory
-  Trouble* trouble;  // in the host's memory
+  AbortFlag* abort;     // in the hosts' memory
+  Trouble* trouble;     // in the host's memory
   SegmentEntry* table;  // in device memory, of kMostSegments for each rank (place.h); may be null
 };
 

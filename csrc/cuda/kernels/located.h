@@ -87,8 +87,8 @@ class LocatedAllReduce {
         block_.show(peers_.output[me], writes_window ? window(me, me) : output(turn, me));
       }
       exchange_.post(kParts, parts + turn, here);
-      whole = exchange_.await(kParts, parts + turn,
-                              [&](int i) { return find(i, parts + turn, turn); });
+      whole =
+          exchange_.await(kParts, parts + turn, [&](int i) { return find(i, parts + turn, turn); });
       if (!whole) break;
       add(turn);
       exchange_.post(kResults, results + turn);
@@ -211,10 +211,9 @@ class LocatedAllReduce {
     }
   };
   RINGREDUCE_DEVICE void add(uint64_t turn) const {
-    Pass<E, Stored, Stored, Stored>::run(block_, part(turn, comm_.rank).size,
-                                         Addends{block_, peers_, comm_.rank, exchange_.size()},
-                                         Sums{block_, peers_, comm_.rank, exchange_.size()},
-                                         arithmeticOf<P>(call_), true);
+    Pass<E, Stored, Stored, Stored>::run(
+        block_, part(turn, comm_.rank).size, Addends{block_, peers_, comm_.rank, exchange_.size()},
+        Sums{block_, peers_, comm_.rank, exchange_.size()}, arithmeticOf<P>(call_), true);
   }
 
   RINGREDUCE_DEVICE void tellLeft(uint64_t parts, uint64_t results) const {

@@ -23,8 +23,8 @@ inline constexpr uint64_t kMostSegments = 256;
 
 // What a rank's kernels know of a segment, in their own GPU's memory, at [owner][number modulo
 // kMostSegments].  Of another rank's segment: `number` is set while it is mapped here.  Of an own
-// one: while all other ranks map it.  The mapping thread writes it; `number` is written last when it
-// is set, and first when it is cleared.
+// one: while all other ranks map it.  The mapping thread writes it; `number` is written last when
+// it is set, and first when it is cleared.
 struct SegmentEntry {
   uint64_t number;
   std::byte* data;  // as mapped here
