@@ -12,8 +12,9 @@ Choice choiceOf(Path path) {
     case Path::kRing:
       return Choice::kRing;
     case Path::kTwoShot:
-    case Path::kZeroCopy:  // of registered buffers
       return Choice::kTwoShot;
+    case Path::kZeroCopy:  // of registered buffers
+      return Choice::kLocated;
     case Path::kOneShot:
       return Choice::kOneShot;
     case Path::kLL:
@@ -24,9 +25,8 @@ Choice choiceOf(Path path) {
 }
 
 bool exists(Path path, DType dtype, ReduceOp op, size_t bytes) {
-  if (path == Path::kLL && bytes > ringreduce::cuda::kLLMost) return false;
-  if (isFixed(path))
-    return ringreduce::cuda::hasFixedKernels(dtype) &&
+  if (path == Path::kLL)
+    return bytes <= ringreduce::cuda::kLLMost && ringreduce::cuda::hasFixedKernels(dtype) &&
            (op == ReduceOp::kSum || op == ReduceOp::kAvg);
   return isDirect(path) ||
          ringreduce::cuda::hasKernel(ringreduce::cuda::kernelOf(choiceOf(path)), dtype);

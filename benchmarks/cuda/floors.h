@@ -35,7 +35,7 @@ constexpr bool isDirect(Path path) {
 constexpr bool takesRegistered(Path path) {
   return path == Path::kDirect || path == Path::kZeroCopy;
 }
-// Whether there are kernels for some dtypes and numbers of ranks only, in a launch a rank.
+// Whether there are only kernels in a launch a rank.
 constexpr bool isFixed(Path path) {
   return path == Path::kZeroCopy || path == Path::kLL;
 }

@@ -91,7 +91,7 @@ Fd pidfdOf(const Fd& socket, const Peer& peer) {
   return Fd(static_cast<int>(syscall(SYS_pidfd_open, peer.pid, 0)));
 }
 
-bool sendPacket(const Fd& socket, const std::string& bytes, const std::vector<int>& fds) {
+Sent trySendPacket(const Fd& socket, const std::string& bytes, const std::vector<int>& fds) {
   if (bytes.size() > kMostBytes)
     throw Error(Failure::kSetup, "a message of " + std::to_string(bytes.size()) +
                                      " bytes to a rank of this host does not fit a packet");
@@ -109,20 +109,27 @@ bool sendPacket(const Fd& socket, const std::string& bytes, const std::vector<in
     header->cmsg_len = CMSG_LEN(fds.size() * sizeof(int));
     std::memcpy(CMSG_DATA(header), fds.data(), fds.size() * sizeof(int));
   }
+  for (;;) {
+    if (sendmsg(socket.get(), &message, MSG_NOSIGNAL) == static_cast<ssize_t>(bytes.size()))
+      return Sent::kMessage;
+    if (errno == EINTR) continue;
+    return errno == EAGAIN || errno == ETOOMANYREFS ? Sent::kNotYet : Sent::kGone;
+  }
+}
+
+bool sendPacket(const Fd& socket, const std::string& bytes, const std::vector<int>& fds) {
   // The socket does not block; its buffer may be full for a moment, when the table of a large group
   // goes out faster than the peer reads it.
   const Nanos deadline = deadlineIn(limits::kDeaf);
   for (;;) {
-    if (sendmsg(socket.get(), &message, MSG_NOSIGNAL) == static_cast<ssize_t>(bytes.size()))
-      return true;
-    if (errno == EINTR) continue;
-    // ETOOMANYREFS: too many descriptors in flight that were not received yet.
-    if ((errno != EAGAIN && errno != ETOOMANYREFS) || now() > deadline) return false;
-    pollfd wanted{.fd = socket.get(), .events = POLLOUT, .revents = 0};
-    if (errno == EAGAIN)
-      ::poll(&wanted, 1, 100);
-    else
+    const Sent sent = trySendPacket(socket, bytes, fds);
+    if (sent != Sent::kNotYet || now() > deadline) return sent == Sent::kMessage;
+    if (errno == ETOOMANYREFS) {  // which no event ends
       ::poll(nullptr, 0, 5);
+      continue;
+    }
+    pollfd wanted{.fd = socket.get(), .events = POLLOUT, .revents = 0};
+    ::poll(&wanted, 1, 100);
   }
 }
 

@@ -21,7 +21,7 @@ namespace host {
 using oracle::Bytes;
 
 // Where tensors lie, in elements past an aligned address.
-enum class Place {
+enum class Alignment {
   kAligned,
   kShifted,  // all by one
   kByRank,   // each rank's by another number
@@ -36,13 +36,16 @@ struct Call {
   int blocks = 1;
   size_t slice = kChunkElements, window = 1;
   bool in_place = false;
-  Place place = Place::kAligned;
+  Alignment place = Alignment::kAligned;
   bool device_factor = false;
   int root = 0;
   bool two_hops = false;  // a broadcast in two hops
-  // By a kernel of this very number of ranks; and without slots, an all-reduce by two-shot, or by
-  // LL, one by one-shot.
-  bool fixed = false, zero_copy = false, ll = false;
+  // By a kernel of this very number of ranks; and on tensors where they are, an all-reduce by
+  // two-shot, or by LL, one by one-shot.
+  bool fixed = false, located = false, ll = false;
+  // Located: whose inputs (bit 2 r) and outputs (bit 2 r + 1) peers do not map.  As in a
+  // communicator, those that are not aligned, and inputs to be scaled, are never mapped.
+  uint32_t staged = 0;
 
   bool canBeFixed() const {
     return fixedSizeOf(numbers->P) >= 0 && !moves() && hasFixedKernels(numbers->dtype) &&
@@ -64,11 +67,8 @@ struct Call {
     return std::string(kind == Kind::kAllReduce ? kDeviceAlgorithmNames[static_cast<int>(algorithm)]
                                                 : name(kind)) +
            ", " + numbers->text(count) + ", " + std::to_string(blocks) + " blocks, slices of " +
-           std::to_string(slice) + (in_place ? ", in place" : "") +
-           (zero_copy ? ", zero copy"
-            : ll      ? ", LL"
-            : fixed   ? ", fixed"
-                      : "") +
+           std::to_string(slice) + (in_place ? ", in place" : "") + (fixed ? ", fixed" : "") +
+           (located ? ", located, staged " + std::to_string(staged) : "") + (ll ? ", LL" : "") +
            ", place " + std::to_string(static_cast<int>(place));
   }
   Bytes wanted(int rank) const {
@@ -155,10 +155,10 @@ class Tensors {
     return parts * call_.partBytes();
   }
   size_t shift(bool input) const {
-    const size_t elements = call_.place == Place::kShifted  ? 1
-                            : call_.place == Place::kByRank ? static_cast<size_t>(rank_)
-                            : call_.place == Place::kApart  ? (input ? 1 : 2)
-                                                            : 0;
+    const size_t elements = call_.place == Alignment::kShifted  ? 1
+                            : call_.place == Alignment::kByRank ? static_cast<size_t>(rank_)
+                            : call_.place == Alignment::kApart  ? (input ? 1 : 2)
+                                                                : 0;
     return elements * call_.numbers->width();
   }
   const Bytes& addends() const { return call_.numbers->addends[static_cast<size_t>(rank_)]; }
@@ -171,12 +171,12 @@ class Tensors {
 
 // The kernels that a test compiles; each of them takes seconds.
 struct Compiled {
-  bool one_shot = true, two_shot = true, ring = true, moves = true, fixed = true;
+  bool one_shot = true, two_shot = true, ring = true, moves = true, fixed = true, located = true;
 };
 
 // One kernel of the call, by `Rules`; E is one of `dtypes`.
 template <class Rules, Compiled compiled, DType... dtypes, class B>
-void runKernel(B& block, const Call& call, RankCall rank_call, const PeerTensors& tensors,
+void runKernel(B& block, const Call& call, RankCall rank_call, const Location& location,
                int channel) {
   if (channel >= call.blocks) return;
   if (call.moves()) {
@@ -195,9 +195,10 @@ void runKernel(B& block, const Call& call, RankCall rank_call, const PeerTensors
     using E = Element<dtype>;
     using enum DeviceAlgorithm;
     readFactor<E>(rank_call);
-    if constexpr (compiled.two_shot && P > 0)
-      if (call.zero_copy)
-        return zeroCopyBlock<E, Rules, P>(block, comm, rank_call, tensors, channel, call.blocks);
+    if constexpr (compiled.located)
+      if (call.located)
+        return locatedBlock<E, Rules, P>(block, comm, rank_call, location, block.peers(), channel,
+                                         call.blocks);
     if constexpr (compiled.one_shot && P > 0)
       if (call.ll) return llBlock<E, Rules, P>(block, comm, rank_call, channel, call.blocks);
     if constexpr (compiled.one_shot && hasKernel(kOneShot, dtype))
@@ -254,29 +255,37 @@ class Calls {
                                                         : &lying.narrow,
            .timeout = timeout_,
            .operation = calls_.size(),
-           .slice = call.zero_copy || call.ll ? onlySlice(call) : call.slice,
+           .slice = call.ll ? onlySlice(call) : call.slice,
            .window = call.window,
            .scatter = call.kind == Kind::kReduceScatter || call.two_hops,
            .poison = poisonOf(numbers.dtype),
            .root = call.kind == Kind::kBroadcast ? call.root : kEverybody});
-      if (r < kMostFixedRanks) {
-        entry.places.input[r] = reinterpret_cast<std::byte*>(tensors.input());
-        entry.places.output[r] = reinterpret_cast<std::byte*>(tensors.output());
-      }
+      Location& location = entry.locations.emplace_back();
+      location.what = calls_.size();
+      if (!call.located) continue;
+      const auto place = [&](unsigned char* data, int bit) -> Place {
+        const bool is_aligned = reinterpret_cast<uintptr_t>(data) % sizeof(Pack) == 0;
+        const bool is_scaled = bit == 0 && numbers.op == ReduceOp::kPremulSum;
+        if (!is_aligned || is_scaled || (call.staged >> (2 * r + bit) & 1) != 0) return {};
+        return ranks_.mapped(r, reinterpret_cast<std::byte*>(data), call.partBytes());
+      };
+      location.in = place(tensors.input(), 0);
+      location.out = place(tensors.output(), 1);
     }
   }
 
-  // Where each block has one slice: of a chunk, or by LL of the message.
+  // Where each block has one slice of the message.
   static size_t onlySlice(const Call& call) {
-    const size_t all = call.ll ? call.count : Cut{call.count, call.numbers->P}.chunkSize();
-    return roundUp(ceilDiv(all, static_cast<size_t>(call.blocks)), kChunkElements);
+    return roundUp(ceilDiv(call.count, static_cast<size_t>(call.blocks)), kChunkElements);
   }
   size_t count() const { return calls_.size(); }
   const Call& call(size_t kernel) const { return calls_[kernel].call; }
   RankCall& rankCall(size_t kernel, int rank) {
     return calls_[kernel].ranks[static_cast<size_t>(rank)];
   }
-  const PeerTensors& places(size_t kernel) const { return calls_[kernel].places; }
+  Location& location(size_t kernel, int rank) {
+    return calls_[kernel].locations[static_cast<size_t>(rank)];
+  }
   Tensors& tensors(size_t kernel, int rank) {
     return calls_[kernel].tensors[static_cast<size_t>(rank)];
   }
@@ -285,7 +294,7 @@ class Calls {
   template <class Rules, Compiled compiled, DType... dtypes, class B>
   void at(B& block, int rank, int channel, size_t kernel) {
     runKernel<Rules, compiled, dtypes...>(block, calls_[kernel].call, rankCall(kernel, rank),
-                                          places(kernel), channel);
+                                          location(kernel, rank), channel);
   }
 
   // That nobody gave up, and all outputs hold what they must and nothing else was written.
@@ -295,8 +304,8 @@ class Calls {
       if (trouble.cause != static_cast<uint64_t>(Cause::kNone))
         check::fail(__FILE__, __LINE__,
                     "rank " + std::to_string(r) + " gave up on rank " +
-                        std::to_string(trouble.peer) + " in call " +
-                        std::to_string(trouble.operation) + ": " +
+                        std::to_string(trouble.peer) + " (cause " + std::to_string(trouble.cause) +
+                        ") in call " + std::to_string(trouble.operation) + ": " +
                         calls_[trouble.operation - 1].call.text());
       CHECK_EQ(ranks_.comm(r).local->found_inf, 0.f);
     }
@@ -315,7 +324,7 @@ class Calls {
     std::deque<Tensors> tensors;  // by rank
     std::deque<Factor> factors;   // as they lie in device memory
     std::vector<RankCall> ranks;
-    PeerTensors places{};
+    std::vector<Location> locations;
   };
 
   Ranks& ranks_;

@@ -115,9 +115,10 @@ DeviceLayout layoutOf(const Shape& shape, uint64_t depth) {
           .slot_bytes = 512,
           .depth = depth,
           .part_bytes = 512,
-          .ll_bytes =
-              2 * sizeof(float) *
-              roundUp(ceilDiv(oracle::kMost, static_cast<size_t>(shape.blocks)), kChunkElements)};
+          // Some calls have one block.
+          .ll_bytes = 2 * sizeof(float) * roundUp(oracle::kMost, kChunkElements),
+          .window_bytes =
+              static_cast<size_t>(shape.ranks * shape.blocks) * kChunkElements * sizeof(float)};
 }
 
 // What is needed of numbers here: one dtype whose wire is its own, and one that is widened.
@@ -135,7 +136,7 @@ struct How {
   Kind kind;
   DeviceAlgorithm algorithm = DeviceAlgorithm::kTwoShot;
   bool two_hops = false;
-  bool zero_copy = false;
+  bool located = false;
   bool ll = false;
 };
 constexpr How kOneShot{Kind::kAllReduce, DeviceAlgorithm::kOneShot};
@@ -144,17 +145,16 @@ constexpr How kRing{Kind::kAllReduce, DeviceAlgorithm::kRing};
 constexpr How kReduceScatter{Kind::kReduceScatter}, kAllGather{Kind::kAllGather},
     kBroadcast{Kind::kBroadcast},
     kTwoHopBroadcast{Kind::kBroadcast, DeviceAlgorithm::kTwoShot, true};
-constexpr std::array kAll{kOneShot,   kTwoShot,   kRing,           kReduceScatter,
-                          kAllGather, kBroadcast, kTwoHopBroadcast};
+constexpr How kLocated{Kind::kAllReduce, DeviceAlgorithm::kTwoShot, false, true};
+constexpr std::array kAll{kOneShot,   kTwoShot,         kRing,   kReduceScatter, kAllGather,
+                          kBroadcast, kTwoHopBroadcast, kLocated};
 
-constexpr How kZeroCopy{Kind::kAllReduce, DeviceAlgorithm::kTwoShot, false, true};
 constexpr How kLL{Kind::kAllReduce, DeviceAlgorithm::kOneShot, false, false, true};
 
-// By kernels of a number of ranks, where there are any.  Zero copy's flags order kernels of
-// different ranks and what users do between them, which kernel_interleavings_test shows with its
-// mistakes.
-constexpr std::array kFixed{kOneShot, kTwoShot, kZeroCopy, kReduceScatter, kLL};
+// By kernels of a number of ranks, where there are any.
+constexpr std::array kFixed{kOneShot, kTwoShot, kLocated, kReduceScatter, kLL};
 constexpr std::array kLLs{kLL};
+constexpr std::array kLocateds{kLocated};
 constexpr std::array kOneShots{kOneShot};
 constexpr std::array kTwoShots{kTwoShot};
 constexpr std::array kRings{kRing};
@@ -165,11 +165,12 @@ constexpr std::array kTwoHopBroadcasts{kTwoHopBroadcast};
 
 template <size_t n>
 constexpr Compiled compiledFor(const std::array<How, n>& kinds) {
-  Compiled compiled{false, false, false, false, false};
+  Compiled compiled{false, false, false, false, false, false};
   for (const How& how : kinds) {
     const bool reduces = how.kind == Kind::kAllReduce || how.kind == Kind::kReduceScatter;
     compiled.moves |= !reduces;
-    compiled.fixed |= how.zero_copy || how.ll;
+    compiled.fixed |= how.ll;
+    compiled.located |= how.located;
     compiled.one_shot |= reduces && how.algorithm == DeviceAlgorithm::kOneShot;
     compiled.two_shot |= reduces && how.algorithm == DeviceAlgorithm::kTwoShot;
     compiled.ring |= reduces && how.algorithm == DeviceAlgorithm::kRing;
@@ -196,12 +197,13 @@ void mixed(const Shape& shape, int count, uint64_t start = kWraps, uint64_t dept
               .blocks = 1 + static_cast<int>(random() % static_cast<unsigned>(shape.blocks)),
               .window = 1 + random() % (depth - 1),
               .in_place = random() % 2 == 0,
-              .place = static_cast<Place>(random() % 4),
+              .place = static_cast<Alignment>(random() % 4),
               .root = static_cast<int>(random() % static_cast<unsigned>(shape.ranks)),
               .two_hops = how.two_hops,
-              .fixed = how.zero_copy || how.ll,
-              .zero_copy = how.zero_copy,
-              .ll = how.ll};
+              .fixed = how.ll,
+              .located = how.located,
+              .ll = how.ll,
+              .staged = static_cast<uint32_t>(random())};
     call.fixed |= compiledFor(kinds).fixed && call.canBeFixed() && random() % 4 != 0;
     calls.add(call);
   }
@@ -250,6 +252,7 @@ class Absence {
 
   Absence(const How& how, uint64_t timeout, int blocks_that_come)
       : kShape{how.ll ? 4 : 3, 2, 2},
+        leaves_(how.located),
         ranks_(layoutOf(kShape, 2), kWraps),
         calls_(ranks_, timeout),
         come_(blocks_that_come) {
@@ -262,9 +265,10 @@ class Absence {
                            (how.kind == Kind::kAllReduce || how.two_hops ? 1 : kShape.ranks),
                   .blocks = kShape.blocks,
                   .in_place = i == 0,
-                  .place = Place::kApart,
+                  .place = Alignment::kApart,
                   .two_hops = how.two_hops,
                   .fixed = how.ll,
+                  .located = how.located,
                   .ll = how.ll});
   }
 
@@ -282,9 +286,14 @@ class Absence {
     for (int r = 0; r < kShape.ranks; ++r) ranks_.abortFlag(r).set();
   }
   void expectPoisoned(Cause cause) {
+    bool some = false;
     for (int r = 0; r < kShape.ranks; ++r) {
       if (r == kAbsent) continue;
-      CHECK_EQ(ranks_.trouble(r).cause, static_cast<uint64_t>(cause));
+      // The first to give up may have told the others.
+      const bool told =
+          leaves_ && ranks_.trouble(r).cause == static_cast<uint64_t>(Cause::kAborted);
+      some |= ranks_.trouble(r).cause == static_cast<uint64_t>(cause);
+      CHECK(told || ranks_.trouble(r).cause == static_cast<uint64_t>(cause));
       CHECK_EQ(ranks_.trouble(r).operation, 1u);
       CHECK_EQ(ranks_.comm(r).local->found_inf, 1.f);
       for (size_t kernel = 0; kernel < calls_.count(); ++kernel) {
@@ -297,12 +306,14 @@ class Absence {
         CHECK(calls_.tensors(kernel, r).intactAround());
       }
     }
+    CHECK(some);
   }
   Trouble& trouble(int r) { return ranks_.trouble(r); }
 
   const Shape kShape;
 
  private:
+  const bool leaves_;
   Ranks ranks_;
   Calls calls_;
   const int come_;
@@ -323,6 +334,7 @@ void wholeAbsent(const How& how) {
   Absence absence(how, kGiveUp, 0);
   absence.run<host::Block, kinds>();
   absence.expectPoisoned(Cause::kTimeout);
+  if (how.located) return;  // one of them may wait for rank 1, and tell the other
   const Trouble &zero = absence.trouble(0), &two = absence.trouble(2);
   for (const Trouble* t : {&zero, &two}) CHECK(t->channel >= 0 && t->channel < 2);
   CHECK_EQ(two.peer, 1);
@@ -363,7 +375,53 @@ void everyWay(void (*test)(const How&)) {
                      [&](int i) { test(kAll[static_cast<size_t>(i)]); });
 }
 
+// Whose reader takes its time between the flag and the tensors of its peer.
+thread_local std::chrono::milliseconds slow{0};
+struct SlowReader : DeviceRules {
+  template <class Rules>
+  static uint64_t hear(const uint64_t& word) {
+    std::this_thread::sleep_for(std::exchange(slow, std::chrono::milliseconds(0)));
+    return word;
+  }
+};
+
+// A clock that runs so fast that nobody waits after it has given up.
+constexpr uint64_t kFast = 1000;
+class Impatient : public host::Block {
+ public:
+  using host::Block::Block;
+  static uint64_t nanoseconds() { return host::Block::nanoseconds() * kFast; }
+};
+
+// Rank 0 gives up on rank 1, which comes late, or is slow: it has found rank 0's tensors by then.
+template <class B = host::Block>
+void leftAlone(std::chrono::milliseconds late, std::chrono::milliseconds slowly,
+               uint64_t clock = 1) {
+  constexpr Shape kShape{2, 1, 1};
+  Ranks ranks(layoutOf(kShape, 2));
+  Calls calls(ranks, kLong * clock);
+  calls.add({.numbers = &numbersOf(kShape.ranks),
+             .count = 2 * kChunkElements,
+             .in_place = true,
+             .located = true});
+  calls.rankCall(0, 0).timeout = 300'000'000 * clock;
+  const Bytes addends = calls.tensors(0, 1).result();
+  host::run<B>(kShape, 1, [&](B& block, int r, int c, size_t kernel) {
+    if (r == 1) {
+      std::this_thread::sleep_for(late);
+      slow = slowly;
+    }
+    calls.at<SlowReader, compiledFor(kLocateds), DType::kFloat32>(block, r, c, kernel);
+  });
+  CHECK_EQ(ranks.trouble(0).cause, static_cast<uint64_t>(Cause::kTimeout));
+  CHECK_EQ(ranks.trouble(1).cause, static_cast<uint64_t>(Cause::kAborted));
+  for (int r = 0; r < kShape.ranks; ++r)
+    CHECK(calls.tensors(0, r).result() == Bytes(addends.size(), 0xff));
+}
+
 const mutants::Mutants kMutants{
+    {"left_without_a_wait",
+     [] { leftAlone<Impatient>({}, std::chrono::milliseconds(600), kFast); }},
     {"ring_weak_publish", [] { mixed<WeakPublish, kRings>({3, 1, 2}, 40); }},
     {"ring_weak_observe", [] { mixed<WeakObserve, kRings>({3, 1, 2}, 40); }},
     {"push_weak_publish", [] { mixed<WeakPublish, kPushes>({3, 1, 2}, 40); }},
@@ -405,6 +463,39 @@ TEST(kernels_of_a_number_of_ranks_hold_under_random_delays) {
   for (const Shape& shape : {Shape{2, 1, 4}, Shape{2, 3, 1}, Shape{4, 2, 2}})
     mixed<Delayed, kFixed, host::Block, true>(shape, 60);
   mixed<Delayed, kFixed, host::Block, true>({8, 1, 2}, 14);
+}
+
+TEST(who_has_left_is_left_alone) {
+  leftAlone({}, std::chrono::milliseconds(1000));
+  leftAlone(std::chrono::milliseconds(1000), {});
+  leftAlone(std::chrono::milliseconds(3000), {});  // after the farewell
+}
+
+// A peer that is in another call, or whose tensor reaches beyond its segment.
+TEST(nothing_is_touched_where_calls_or_segments_do_not_fit) {
+  constexpr Shape kShape{2, 1, 2};
+  for (const bool other_call : {true, false}) {
+    Ranks ranks(layoutOf(kShape, 2));
+    Calls calls(ranks, kLong);
+    calls.add({.numbers = &numbersOf(kShape.ranks),
+               .count = 2 * kChunkElements,
+               .in_place = false,
+               .located = true});
+    Location& theirs = calls.location(0, 1);
+    if (other_call)
+      ++theirs.what;
+    else
+      --ranks.entry(0, 1, theirs.in.segment).bytes;
+    host::run(kShape, 1, [&](host::Block& block, int r, int c, size_t kernel) {
+      calls.at<Delayed, compiledFor(kLocateds), DType::kFloat32>(block, r, c, kernel);
+    });
+    CHECK_EQ(ranks.trouble(0).cause, static_cast<uint64_t>(Cause::kMismatch));
+    for (int r = 0; r < kShape.ranks; ++r) {
+      const Bytes output = calls.tensors(0, r).result();
+      CHECK(output == Bytes(output.size(), 0xff));
+      CHECK(calls.tensors(0, r).intactAround());
+    }
+  }
 }
 
 // The numbers of sets that push.h asks for: one less is a mutant.

@@ -21,7 +21,6 @@ using oracle::Case;
 
 namespace {
 
-static_assert(fixedRanks(kFixedSizes - 1) == kMostFixedRanks);
 static_assert(slicesOf(0, 4, 5) == 2 && slicesOf(1, 4, 5) == 1 && slicesOf(3, 4, 3) == 0);
 
 // Where the parts of a rank's device memory lie.
@@ -54,7 +53,7 @@ constexpr bool sound(const Setting& s) {
          t.part_bytes % kLine == 0 && t.part_bytes >= kChunkElements * 8 &&
          t.slot_bytes >= kChunkElements * 8 && t.channels <= kMostChannels &&
          t.ll_bytes % kLine == 0 && llFits(t) && t.ll_most <= t.one_shot_most &&
-         t.layout(s.ranks).bytes() <= size_t{88} << 20 &&
+         t.layout(s.ranks).bytes() <= size_t{120} << 20 &&
          t.channels * s.ranks_on_device <= std::max(1, s.multiprocessors / 2);
 }
 static_assert(sound({.ranks = 2}) && sound({.ranks = 8}) && sound({.ranks = 16}));
@@ -85,7 +84,8 @@ constexpr Tuning tuned(int blocks, uint64_t depth) {
           .ll_bytes =
               2 * sizeof(float) * roundUp(ceilDiv(oracle::kMost, size_t(blocks)), kChunkElements),
           .ll_most = 0,
-          .zero_copy_least = 0,
+          .window_bytes = oracle::kMost * 8 * size_t{8},
+          .located_least = 0,
           .shared_lead = 0};
 }
 
@@ -121,6 +121,12 @@ Call drawn(Kind kind, DeviceAlgorithm algorithm, const Case& numbers, const Tuni
     if (die(2) == 0)
       call.slice = sliceOf(t, algorithm, call.count, numbers.P, numbers.width(), value_bytes);
     call.blocks = channelsOf(t, algorithm, call.count, numbers.P, call.slice);
+    call.located = algorithm == DeviceAlgorithm::kTwoShot && die(2) == 0;
+    if (call.located && die(2) == 0) {
+      const PartShape shape = locatedShapeOf(t, call.count, numbers.P, numbers.width());
+      call.slice = shape.slice;
+      call.blocks = shape.channels;
+    }
   } else {
     call.count = std::min(call.count, oracle::kMost / P);
     const size_t unit = call.moves() ? unitBytes(call.unit()) : numbers.width();
@@ -131,10 +137,10 @@ Call drawn(Kind kind, DeviceAlgorithm algorithm, const Case& numbers, const Tuni
   }
   call.window = 1 + die(t.depth - 1);
   call.in_place = die(2) == 0;
-  call.place = static_cast<Place>(die(4));
+  call.place = static_cast<Alignment>(die(4));
   call.fixed = call.canBeFixed() && die(4) > 0;
-  call.zero_copy = call.fixed && call.kind == Kind::kAllReduce &&
-                   algorithm == DeviceAlgorithm::kTwoShot && die(2) == 0;
+  // Of some ranks, or none, or all.
+  call.staged = die(2) == 0 ? static_cast<uint32_t>(random()) : die(2) == 0 ? 0 : ~uint32_t{0};
   call.ll = call.fixed && call.kind == Kind::kAllReduce && algorithm == DeviceAlgorithm::kOneShot &&
             die(2) == 0;
   call.device_factor = die(2) == 0;
@@ -367,15 +373,13 @@ TEST(kernels_move_the_bytes_that_their_headers_say) {
         const uint64_t S = count * numbers.width();
         if (count > oracle::kMost) continue;
         // By each kernel that there is.
-        const auto moves = [&](DeviceAlgorithm algorithm, uint64_t bytes, bool zero_copy = false,
-                               bool ll = false) {
+        const auto moves = [&](DeviceAlgorithm algorithm, uint64_t bytes, bool ll = false) {
           Call call{.algorithm = algorithm, .numbers = &numbers, .count = count, .blocks = blocks};
           for (bool fixed : {false, true}) {
-            if (fixed ? !call.canBeFixed() : zero_copy || ll) continue;
+            if (fixed ? !call.canBeFixed() : ll) continue;
             Ranks ranks(tuned(blocks, 2).layout(P));
             Calls calls(ranks);
             call.fixed = fixed;
-            call.zero_copy = zero_copy;
             call.ll = ll;
             calls.add(call);
             for (uint64_t moved : runAll(calls, {P, blocks, 2})) CHECK_EQ(moved, bytes);
@@ -383,12 +387,45 @@ TEST(kernels_move_the_bytes_that_their_headers_say) {
           }
         };
         moves(DeviceAlgorithm::kOneShot, (2 * p + 1) * S);
-        moves(DeviceAlgorithm::kOneShot, 3 * S, false, true);  // and words, which are not counted
+        moves(DeviceAlgorithm::kOneShot, 3 * S, true);  // and words, which are not counted
         moves(DeviceAlgorithm::kTwoShot, 2 * S + 4 * (p - 1) * S / p);
-        moves(DeviceAlgorithm::kTwoShot, 2 * S, true);
         const uint64_t around = (6 * p - 4) * S / p;
         moves(DeviceAlgorithm::kRing, isHalf(dtype) ? around + 2 * (p - 1) * S / p : around);
       }
+}
+
+// Ranks whose tensors are mapped beside others whose tensors are not, or of which only one is.
+TEST(located_tensors_are_copied_only_where_they_are_not_mapped) {
+  for (int P = 2; P <= 8; ++P)
+    for (DType dtype : {DType::kFloat32, DType::kFloat16, DType::kInt8})
+      for (const uint32_t staged : {0u, ~0u, 0b11u, 0b0110u, 0b100100u})
+        for (bool in_place : {false, true}) {
+          constexpr int kBlocks = 2;
+          const Case numbers(P, dtype, ReduceOp::kSum);
+          const auto p = static_cast<uint64_t>(P);
+          Call call{.numbers = &numbers,
+                    .count = 4 * p * kChunkElements,
+                    .blocks = kBlocks,
+                    .in_place = in_place,
+                    .located = true,
+                    .staged = staged};
+          call.count =
+              std::min(call.count, oracle::kMost / (p * kChunkElements) * p * kChunkElements);
+          const uint64_t S = call.partBytes();
+          for (const bool fixed : {false, true}) {
+            if (fixed && !call.canBeFixed()) continue;
+            call.fixed = fixed;
+            Ranks ranks(tuned(kBlocks, 2).layout(P));
+            Calls calls(ranks);
+            calls.add(call);
+            const std::vector<uint64_t> moved = runAll(calls, {P, kBlocks, 2});
+            calls.verify();
+            for (uint64_t r = 0; r < p; ++r) {
+              const uint64_t copies = static_cast<uint64_t>(std::popcount(staged >> 2 * r & 3));
+              CHECK_EQ(moved[r], 2 * S + copies * 2 * (p - 1) * S / p);
+            }
+          }
+        }
 }
 
 TEST(calls_of_parts_move_the_bytes_that_their_headers_say) {

@@ -17,7 +17,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
+#include <stdexcept>
 #include <thread>
 #include <type_traits>
 #include <vector>
@@ -55,6 +57,7 @@ struct Team {
   // cleared.
   std::atomic<bool> votes[3]{};
   std::atomic<uint64_t> bytes{0};  // loaded and stored
+  PeerTensors peers{};
 };
 
 class Block {
@@ -65,6 +68,7 @@ class Block {
 
   int thread() const { return lane_; }
   int threads() const { return team_.lanes; }
+  PeerTensors& peers() const { return team_.peers; }  // in the block's shared memory
   void sync() { team_.barrier.wait(); }
   bool any(bool x) {
     std::atomic<bool>& vote = team_.votes[turn_ % 3];
@@ -84,6 +88,14 @@ class Block {
   void store(T* to, T value) {
     bytes_ += sizeof(T);
     *to = value;
+  }
+  template <class T>
+  T see(const T& shared) const {
+    return shared;
+  }
+  template <class T>
+  void show(T& shared, T value) const {
+    shared = value;
   }
   static uint64_t nanoseconds() { return static_cast<uint64_t>(now()); }
   static void pause() { sched_yield(); }
@@ -117,6 +129,7 @@ class Ranks {
     }
     troubles_ = std::make_unique<Trouble[]>(static_cast<size_t>(layout.ranks));
     aborts_ = std::make_unique<AbortFlag[]>(static_cast<size_t>(layout.ranks));
+    tables_.resize(static_cast<size_t>(layout.ranks * layout.ranks) * kMostSegments);
     for (int r = 0; r < layout.ranks; ++r) {
       DeviceComm& c = comms_[static_cast<size_t>(r)];
       c.rank = r;
@@ -126,12 +139,26 @@ class Ranks {
       c.local = locals_[static_cast<size_t>(r)].get();
       c.abort = &aborts_[static_cast<size_t>(r)];
       c.trouble = &troubles_[static_cast<size_t>(r)];
+      c.table = tables_.data() + static_cast<size_t>(r * layout.ranks) * kMostSegments;
     }
   }
 
   const DeviceComm& comm(int r) const { return comms_[static_cast<size_t>(r)]; }
   Trouble& trouble(int r) { return troubles_[static_cast<size_t>(r)]; }
   AbortFlag& abortFlag(int r) { return aborts_[static_cast<size_t>(r)]; }
+  // What `at` knows of rank r's segment.
+  SegmentEntry& entry(int at, int r, uint64_t segment) {
+    return comm(at).table[static_cast<size_t>(r) * kMostSegments + segment % kMostSegments];
+  }
+  // A tensor of rank r that ends with its segment, which all ranks map.
+  Place mapped(int r, std::byte* data, size_t bytes) {
+    constexpr size_t kBefore = 64;
+    const uint64_t segment = ++segments_[r];
+    if (segment >= kMostSegments) throw std::runtime_error("a test has too many segments");
+    for (int at = 0; at < layout_.ranks; ++at)
+      entry(at, r, segment) = {segment, data - kBefore, kBefore + bytes};
+    return {segment, kBefore};
+  }
   const DeviceLayout& layout() const { return layout_; }
 
  private:
@@ -147,6 +174,8 @@ class Ranks {
   std::vector<DeviceComm> comms_;
   std::unique_ptr<Trouble[]> troubles_;
   std::unique_ptr<AbortFlag[]> aborts_;
+  std::vector<SegmentEntry> tables_;
+  std::map<int, uint64_t> segments_;
 };
 
 struct Shape {

@@ -167,43 +167,106 @@ TEST(every_state_of_small_calls_of_parts) {
         record<Byte>(three, {two_hops(three, 4), callOf(kAllGather, three, 2)}));
 }
 
-// Two-shot on tensors that all ranks reach, beside calls by slots.  Not only flags but the users'
-// tensors are watched: peers read and write them.
-TEST(every_state_of_small_zero_copies) {
-  const auto zeroCopy = [](const Shape& shape, bool in_place) {
-    Call call = callOf(DeviceAlgorithm::kTwoShot, shape, 1);
+// Two-shot on tensors where they are, beside calls by slots, of ranks whose tensors are mapped and
+// of ranks that use their windows.  Not only flags but the users' tensors are watched: peers read
+// and write them.  So are the tables in which they find each other's tensors.
+TEST(every_state_of_small_located_calls) {
+  constexpr uint32_t kMapped = 0, kStaged = ~0u, kSome = 0b0110;
+  const auto located = [](const Shape& shape, uint32_t staged, bool in_place, size_t turns = 1) {
+    Call call = callOf(DeviceAlgorithm::kTwoShot, shape, turns);
     call.in_place = in_place;
-    call.zero_copy = true;
+    call.located = true;
+    call.staged = staged;
     return call;
   };
   for (const Shape& shape :
-       {Shape{.ranks = 2, .lanes = 2, .slot_bytes = 512}, Shape{.ranks = 4, .slot_bytes = 512},
+       {Shape{.ranks = 2, .lanes = 2, .slot_bytes = 512}, Shape{.ranks = 3, .slot_bytes = 512},
         Shape{.ranks = 2, .channels = 2, .slot_bytes = 512}}) {
-    const Call here = zeroCopy(shape, true), there = zeroCopy(shape, false);
-    const Call two = callOf(DeviceAlgorithm::kTwoShot, shape, shape.ranks == 2 ? 2 : 1);
-    holds("zero copy", record<Half>(shape, {here, there, here}));
-    if (shape.ranks == 2) holds("zero copy and two-shot", record<Half>(shape, {two, here, two}));
-    Call one = callOf(DeviceAlgorithm::kOneShot, shape, 3), fixed = two;
-    CHECK(order(record<Half>(shape, {one, here, two, there, there, two, one, here})).proven());
-    one.fixed = fixed.fixed = true;
-    CHECK(order(record<Half>(shape, {one, here, fixed, two, there, fixed, one})).proven());
-    CHECK(!order(record<Half>(shape, {fixed}, kWeakObserve)).races.empty());
-    for (const Call& call : {here, there}) {
-      CHECK(!order(record<Half>(shape, {call}, kWeakPublish)).races.empty());
-      CHECK(!order(record<Half>(shape, {call}, kWeakObserve)).races.empty());
-      if (shape.lanes == 1) continue;
-      races("zero copy without a barrier before a flag",
-            record<Half>(shape, {call}, {.forgets_sync = true}));
-      races("zero copy without a barrier after a wait",
-            record<Half>(shape, {call}, {.forgets_any = true}));
+    const size_t slices = shape.ranks == 2 ? 2 : 1;
+    const Call two = callOf(DeviceAlgorithm::kTwoShot, shape, slices);
+    const Call one = callOf(DeviceAlgorithm::kOneShot, shape, 3);
+    for (const uint32_t staged : {kMapped, kStaged, kSome}) {
+      const Call here = located(shape, staged, true), there = located(shape, staged, false),
+                 turns = located(shape, staged, true, slices);
+      const auto proven = [&](const std::vector<Call>& calls) {
+        return order(record<Half>(shape, calls)).proven();
+      };
+      holds("located", record<Half>(shape, {turns, there}));
+      CHECK(proven({one, here, two, turns, there, there, turns, two, one, here}));
+      for (const Call& call : {turns, there}) {
+        CHECK(!order(record<Half>(shape, {call}, kWeakPublish)).races.empty());
+        CHECK(!order(record<Half>(shape, {call}, kWeakObserve)).races.empty());
+        if (shape.lanes == 1) continue;
+        races("located without a barrier before a flag",
+              record<Half>(shape, {call}, {.forgets_sync = true}));
+        races("located without a barrier after a wait",
+              record<Half>(shape, {call}, {.forgets_any = true}));
+      }
     }
   }
-  const Shape eight{.ranks = 8, .slot_bytes = 512};
-  Call one = callOf(DeviceAlgorithm::kOneShot, eight, 2);
-  Call two = callOf(DeviceAlgorithm::kTwoShot, eight, 2);
-  one.fixed = two.fixed = true;
-  const Call here = zeroCopy(eight, true);
-  CHECK(order(record<Half>(eight, {one, two, here, two, here, one})).proven());
+  for (const int ranks : {2, 4, 8}) {
+    const Shape shape{.ranks = ranks, .slot_bytes = 512};
+    Call one = callOf(DeviceAlgorithm::kOneShot, shape, 2);
+    Call two = callOf(DeviceAlgorithm::kTwoShot, shape, 2);
+    Call some = located(shape, 0b01100011, true, 3), none = located(shape, kMapped, false);
+    for (Call* call : {&one, &two, &some, &none}) call->fixed = true;
+    CHECK(order(record<Half>(shape, {one, two, some, none, two, none, some, one})).proven());
+  }
+}
+
+// That a flag says where a tensor is before it says that it is there, that peers look only then,
+// and that memory is used again only after all results.
+TEST(mistakes_with_locations_are_found) {
+  const Shape shape{.ranks = 2, .lanes = 2, .slot_bytes = 512};
+  const DeviceLayout layout{
+      .ranks = 2, .channels = 1, .slot_bytes = 512, .depth = 2, .part_bytes = 512};
+  Call call = callOf(DeviceAlgorithm::kTwoShot, shape, 2);
+  call.located = true;
+  const Program right = record<Half>(shape, {call, call});
+  CHECK(order(right).proven());
+  const auto isFlag = [&](DeviceLayout::Of of) {
+    return [&layout, of](size_t flag) {
+      return flag >= layout.pushedFlag(0, of, 0) && flag <= layout.pushedFlag(0, of, 1);
+    };
+  };
+  races("a location after its flag", hasty(right, isFlag(DeviceLayout::Of::kParts)));
+  races("results before the sums", hasty(right, isFlag(DeviceLayout::Of::kResults)));
+  // By the mapping thread of a rank whose own tensors nobody maps: it has not waited for the
+  // thread.
+  Call one_sided = call;
+  one_sided.staged = 0b1100;
+  CHECK(order(record<Half>(shape, {one_sided})).proven());
+  races("acknowledged before it is mapped",
+        record<Half>(shape, {one_sided}, {.acknowledges_early = true}));
+
+  Program impatient = right;
+  for (auto& lane : impatient.lanes)
+    std::erase_if(lane, [&](const Step& step) {
+      return step.what == Do::kWait && step.at / kRegion < 2 &&
+             isFlag(DeviceLayout::Of::kResults)(step.at % kRegion);
+    });
+  races("a tensor used again before all results", impatient);
+
+  // Regions: the ranks' memory, their two tensors each, their tables.
+  const auto isTable = [](const Range& range) {
+    return range.begin / kRegion == 6 || range.begin / kRegion == 7;
+  };
+  Program early = record<Half>(shape, {one_sided});
+  size_t moved = 0;
+  for (auto& lane : early.lanes)
+    for (size_t i = 1; i < lane.size(); ++i) {
+      if (lane[i].what != Do::kAccess || lane[i - 1].what != Do::kWait) continue;
+      Step looks{.what = Do::kAccess};
+      std::erase_if(lane[i].reads, [&](const Range& range) {
+        if (isTable(range)) looks.reads.push_back(range);
+        return isTable(range);
+      });
+      if (looks.reads.empty()) continue;
+      lane.insert(lane.begin() + static_cast<ptrdiff_t>(i) - 1, looks);
+      ++i, ++moved;
+    }
+  CHECK(moved > 0);
+  races("a look into the table before the flag", early);
 }
 
 // LL's words carry their flags.  What has to be shown is that none is written over while a peer may

@@ -16,6 +16,9 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
+#include <deque>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <stdexcept>
@@ -43,6 +46,7 @@ class Regions {
   void add(const void* begin, size_t size) {
     regions_.emplace_back(reinterpret_cast<uintptr_t>(begin), size);
   }
+  size_t count() const { return regions_.size(); }
   Range range(const void* p, size_t size) const {
     const auto at = reinterpret_cast<uintptr_t>(p);
     for (size_t i = 0; i < regions_.size(); ++i)
@@ -68,6 +72,10 @@ class Tape {
   void publish(const uint64_t& flag, uint64_t n, bool orders) {
     steps_.push_back(
         {.what = Step::Do::kPublish, .at = at(flag), .n = n - start_, .orders = orders});
+  }
+  // Of a word that is set to `n` once, and found so.
+  void found(const uint64_t& word, uint64_t n, bool orders) {
+    steps_.push_back({.what = Step::Do::kWait, .at = at(word), .n = n, .orders = orders});
   }
   uint64_t observe(const uint64_t& flag, bool orders) {
     if (!steps_.empty() && steps_.back().what == Step::Do::kWait && steps_.back().at == at(flag))
@@ -116,8 +124,11 @@ class Tape {
   std::vector<Step> steps_;
 };
 
-inline thread_local Tape* tape = nullptr;        // of the lane that runs
-inline thread_local uint32_t flag_of_words = 0;  // of the call by LL that runs
+inline thread_local Tape* tape = nullptr;  // of the lane that runs
+// What the lane finds in words that others write before it, time after time: they have not run yet.
+inline thread_local std::map<const uint64_t*, std::deque<uint64_t>> heard;
+inline thread_local std::map<const uint64_t*, uint64_t> segments;  // numbers of own segments
+inline thread_local uint32_t flag_of_words = 0;                    // of the call by LL that runs
 
 // What a mutant does: memory orders that it weakens, slots that it takes too early, sets of push
 // slots, and barriers that it forgets.  All of it is chosen at run time, so that the kernels are
@@ -126,6 +137,7 @@ struct Mutant {
   bool weak_publish = false, weak_observe = false;
   uint64_t early_reuse = 0, sets = DeviceRules::kSets, ll_sets = DeviceRules::kLLSets;
   bool forgets_sync = false, forgets_any = false;
+  bool acknowledges_early = false;  // the mapping thread, before it has mapped
 };
 inline thread_local Mutant mutant;  // of the program that is recorded
 
@@ -153,7 +165,23 @@ struct Rules : DeviceRules {
   }
   template <class R>
   static uint64_t load(uint64_t& flag) {
+    if (const auto own = segments.find(&flag); own != segments.end()) {
+      tape->found(flag, 1, !mutant.weak_observe);
+      return own->second;
+    }
     return tape->observe(flag, !mutant.weak_observe);
+  }
+  template <class R>
+  static void say(uint64_t& word, uint64_t) {
+    tape->write(&word, sizeof word);
+  }
+  template <class R>
+  static uint64_t hear(const uint64_t& word) {
+    tape->read(&word, sizeof word);
+    std::deque<uint64_t>& values = heard.at(&word);
+    const uint64_t value = values.front();
+    if (values.size() > 1) values.pop_front();
+    return value;
   }
   // The lane finds what it waits for; when, is for the checks to ask.
   template <class R>
@@ -171,8 +199,15 @@ struct Rules : DeviceRules {
 // A block's lanes, one after the other: lane 0 first, whose votes decide (nobody else has any).
 class Block {
  public:
-  Block(int lane, int lanes, size_t group, std::vector<bool>& votes)
-      : lane_(lane), lanes_(lanes), group_(group), votes_(votes) {}
+  // `tensors`, by turn: what the lanes show each other of them (located.h).
+  Block(int lane, int lanes, size_t group, std::vector<bool>& votes, const PeerTensors& shared,
+        const std::vector<PeerTensors>& tensors)
+      : lane_(lane),
+        lanes_(lanes),
+        group_(group),
+        votes_(votes),
+        shared_(reinterpret_cast<const std::byte*>(&shared)),
+        tensors_(tensors) {}
   int thread() const { return lane_; }
   int threads() const { return lanes_; }
   void sync() {
@@ -195,13 +230,33 @@ class Block {
     tape->write(to, sizeof(T));
     *to = value;
   }
+  template <class T>
+  T see(const T& at) {
+    tape->read(&at, sizeof at);
+    return shownAt(at);
+  }
+  template <class T>
+  void show(T& at, T value) {
+    tape->write(&at, sizeof at);
+    if (shownAt(at) != value) throw std::runtime_error("a lane shows another value");
+  }
   static uint64_t nanoseconds() { return 0; }
   static void pause() {}
 
  private:
   const int lane_, lanes_;
   const size_t group_;
+  // Three votes come before the first turn, and two in each.
+  template <class T>
+  T shownAt(const T& at) const {
+    T value;
+    const auto* const turn = reinterpret_cast<const std::byte*>(&tensors_.at((turn_ - 3) / 2));
+    std::memcpy(&value, turn + (reinterpret_cast<const std::byte*>(&at) - shared_), sizeof value);
+    return value;
+  }
   std::vector<bool>& votes_;
+  const std::byte* const shared_;
+  const std::vector<PeerTensors>& tensors_;
   size_t turn_ = 0;
 };
 
@@ -223,16 +278,19 @@ struct Call {
   size_t shift = 0;  // elements by which the user's memory is off
   Kind kind = Kind::kAllReduce;
   int root = 0;
-  bool two_hops = false;   // a broadcast in two hops
-  bool fixed = false;      // an all-reduce of 2, 4 or 8 ranks by kernels for that number
-  bool zero_copy = false;  // the same, without slots
-  bool ll = false;         // or by LL
+  bool two_hops = false;  // a broadcast in two hops
+  bool fixed = false;     // an all-reduce of 2, 4 or 8 ranks by kernels for that number
+  bool ll = false;        // the same by LL
+  bool located = false;   // an all-reduce of tensors where they are
+  uint32_t staged = 0;    // whose inputs (bit 2 r) and outputs (bit 2 r + 1) peers do not map
 
   size_t parts(int ranks) const {
     return kind == Kind::kReduceScatter || kind == Kind::kAllGather ? static_cast<size_t>(ranks)
                                                                     : 1;
   }
 };
+
+inline constexpr size_t kMostTurns = 8;  // of a call of located tensors
 
 // Where each block has one piece of `n` elements.
 inline size_t pieceOf(size_t n, int blocks) {
@@ -254,7 +312,8 @@ Program record(const Shape& shape, const std::vector<Call>& calls, const Mutant&
                      .slot_bytes = shape.slot_bytes,
                      .depth = shape.depth,
                      .part_bytes = shape.slot_bytes,
-                     .ll_bytes = shape.ll_bytes},
+                     .ll_bytes = shape.ll_bytes,
+                     .window_bytes = size(shape.ranks * shape.channels) * shape.slot_bytes},
                     shape.start);
   Regions regions;
   for (int r = 0; r < shape.ranks; ++r) regions.add(ranks.comm(0).base[r], ranks.layout().bytes());
@@ -266,6 +325,28 @@ Program record(const Shape& shape, const std::vector<Call>& calls, const Mutant&
   std::vector<std::vector<Pack>> users(2 * size(shape.ranks),
                                        std::vector<Pack>(bytes / sizeof(Pack)));
   for (auto& user : users) regions.add(user.data(), bytes);
+  for (int r = 0; r < shape.ranks; ++r)
+    regions.add(ranks.comm(r).table, size(shape.ranks) * kMostSegments * sizeof(SegmentEntry));
+  std::vector<PeerTensors> shared(size(shape.ranks * shape.channels));
+  regions.add(shared.data(), shared.size() * sizeof(PeerTensors));
+  // A segment for each buffer, known to all ranks, with the address that each finds there.
+  heard.clear();
+  segments.clear();
+  std::vector<Place> places;
+  const bool locates = std::ranges::any_of(calls, [](const Call& call) { return call.located; });
+  for (size_t user = 0; locates && user < users.size(); ++user) {
+    const int owner = static_cast<int>(user / 2);
+    auto* const data = reinterpret_cast<std::byte*>(users[user].data());
+    Place& place = places.emplace_back(Place{user + 1, 0});
+    for (int at = 0; at < shape.ranks; ++at) {
+      SegmentEntry& entry = ranks.entry(at, owner, place.segment);
+      entry = {place.segment, data, bytes};
+      if (at == owner) segments[&entry.number] = place.segment;
+      heard[&entry.number] = {place.segment};
+      heard[reinterpret_cast<uint64_t*>(&entry.data)] = {reinterpret_cast<uint64_t>(data)};
+      heard[&entry.bytes] = {bytes};
+    }
+  }
 
   Program program;
   std::vector<Tape> tapes(index(shape.ranks, 0, 0), Tape(regions, shape.start));
@@ -303,32 +384,65 @@ Program record(const Shape& shape, const std::vector<Call>& calls, const Mutant&
         .factor = nullptr,
         .timeout = ~uint64_t{0},
         .operation = 0,
-        .slice = call.zero_copy ? pieceOf(Cut{call.count, shape.ranks}.chunkSize(), call.channels)
-                 : call.ll      ? pieceOf(call.count, call.channels)
-                                : call.slice,
+        .slice = call.ll ? pieceOf(call.count, call.channels) : call.slice,
         .window = call.window,
         .scatter = scatters || call.two_hops,
         .poison = poisonOf(E::kDType),
         .root = call.kind == Kind::kBroadcast ? call.root : kEverybody,
     };
-    PeerTensors tensors{};
-    for (int p = 0; p < std::min(shape.ranks, kMostFixedRanks); ++p) {
-      const auto at = [&](size_t user) {
-        return reinterpret_cast<std::byte*>(users[user].data()) + call.shift * kWidth;
+    // Where peer p's tensors are, and what it says of them.
+    const auto mapped = [&](int p, int output) {
+      return (call.staged >> (2 * p + output) & 1) == 0;
+    };
+    const auto locationOf = [&](int p) {
+      const auto place = [&](int output) {
+        Place at = places[2 * size(p) + size(output && !one)];
+        at.offset = call.shift * kWidth;
+        return mapped(p, output) ? at : Place{};
       };
-      tensors.input[p] = at(2 * size(p));
-      tensors.output[p] = at(2 * size(p) + (one ? 0 : 1));
+      return Location{place(0), place(1), call.count};
+    };
+    std::vector<PeerTensors> tensors;
+    for (size_t turn = 0; call.located && turn < kMostTurns; ++turn) {
+      PeerTensors& now = tensors.emplace_back();
+      const size_t begin = Cut{call.count, shape.ranks}
+                               .slice(r, call.slice, turn * size(call.channels) + size(c))
+                               .begin;
+      for (int p = 0; p < shape.ranks; ++p) {
+        const auto at = [&](int output) {
+          if (!mapped(p, output) && (p != r || call.shift * kWidth % sizeof(Pack) != 0))
+            return comm.base[p] + comm.layout.window() +
+                   size(r * call.channels + c) * call.slice * kWidth;
+          std::byte* const user =
+              reinterpret_cast<std::byte*>(users[2 * size(p) + size(output && !one)].data());
+          return user + (call.shift + begin) * kWidth;
+        };
+        now.input[p] = at(0);
+        now.output[p] = at(1);
+        const auto* line = reinterpret_cast<const uint64_t*>(
+            comm.base[r] + comm.layout.pushedFlag(c, DeviceLayout::Of::kParts, p));
+        const Location said = locationOf(p);
+        const uint64_t words[] = {said.in.segment, said.in.offset, said.out.segment,
+                                  said.out.offset,
+                                  mixed(said.what, comm.local->counters[c].parts + turn)};
+        for (size_t w = 0; w < std::size(words); ++w) {
+          if (turn == 0) heard[line + 1 + w].clear();
+          heard[line + 1 + w].push_back(words[w]);
+        }
+      }
     }
+    const Location location = call.located ? locationOf(r) : Location{};
+    PeerTensors& here_shared = shared[size(r * shape.channels + c)];
     tape = &tapes[index(r, c, l)];
     if (c == 0 && l == 0) tape->write(in, (scatters ? size(shape.ranks) : 1) * part);
     tape->meet(streams + size(r));
     if (c < call.channels) {
-      Block block(l, shape.lanes, index(r, c, 0) / size(shape.lanes), votes);
+      Block block(l, shape.lanes, index(r, c, 0) / size(shape.lanes), votes, here_shared, tensors);
       using enum DeviceAlgorithm;
       const auto run = [&]<int P>() {
-        if constexpr (P > 0)
-          if (call.zero_copy)
-            return zeroCopyBlock<E, Rules, P>(block, comm, rank_call, tensors, c, call.channels);
+        if (call.located)
+          return locatedBlock<E, Rules, P>(block, comm, rank_call, location, here_shared, c,
+                                           call.channels);
         if constexpr (P > 0)
           if (call.ll) return llBlock<E, Rules, P>(block, comm, rank_call, c, call.channels);
         if (call.algorithm == kOneShot)
@@ -338,7 +452,7 @@ Program record(const Shape& shape, const std::vector<Call>& calls, const Mutant&
         else
           allReduceBlock<kRing, E, Rules>(block, comm, rank_call, c, call.channels);
       };
-      const int fixed = call.fixed || call.zero_copy || call.ll ? shape.ranks : 0;
+      const int fixed = call.fixed || call.ll ? shape.ranks : 0;
       if (call.kind == Kind::kAllGather || call.kind == Kind::kBroadcast)
         gatherBlock<kWidth, Rules>(block, rank_call, c, call.channels);
       else if (!E::kFloating || fixed == 0)
@@ -368,6 +482,28 @@ Program record(const Shape& shape, const std::vector<Call>& calls, const Mutant&
         counters = after;
       }
   for (const Tape& t : tapes) program.lanes.push_back(t.steps(program));
+
+  // The mapping threads of the ranks: each maps all segments of the others, acknowledges them, and
+  // says so of its own once all others have.
+  const auto acknowledged = [&](int r) { return regions.count() * kRegion + size(r); };
+  for (int r = 0; r < shape.ranks && !segments.empty(); ++r) {
+    Tape mapper(regions, 0);
+    std::vector<Step> steps;
+    for (size_t user = 0; user < users.size(); ++user) {
+      const int owner = static_cast<int>(user / 2);
+      if (owner != r) mapper.write(&ranks.entry(r, owner, user + 1), sizeof(SegmentEntry));
+    }
+    steps = mapper.steps(program);
+    steps.insert(how.acknowledges_early ? steps.begin() : steps.end(),
+                 {.what = Step::Do::kPublish, .at = acknowledged(r), .n = 1});
+    for (int p = 0; p < shape.ranks; ++p)
+      if (p != r) steps.push_back({.what = Step::Do::kWait, .at = acknowledged(p), .n = 1});
+    for (size_t user : {2 * size(r), 2 * size(r) + 1})
+      steps.push_back({.what = Step::Do::kPublish,
+                       .at = regions.range(&ranks.entry(r, r, user + 1).number, 8).begin,
+                       .n = 1});
+    program.lanes.push_back(steps);
+  }
   return program;
 }
 

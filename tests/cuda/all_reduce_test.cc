@@ -96,7 +96,7 @@ class Data {
   std::vector<gpu::Buffer> inputs_, outputs_;
 };
 
-constexpr Choice kKernels[] = {Choice::kOneShot, Choice::kTwoShot, Choice::kRing};
+constexpr Choice kKernels[] = {Choice::kOneShot, Choice::kTwoShot, Choice::kRing, Choice::kLocated};
 
 uint32_t next() {
   static uint32_t seed = 0;
@@ -160,6 +160,29 @@ TEST(direct_staged_and_on_registered_buffers) {
       }
 }
 
+// The last takes several windows, and several turns where it needs none.
+TEST(located_in_registered_buffers_and_in_windows) {
+  for (int P : {2, 3, 4})
+    for (bool registered : {false, true})
+      for (size_t count : {size_t{1}, size_t{999}, size_t{500000}, size_t{9} << 20}) {
+        if (P > 2 && count > 500000) continue;
+        const Case what{.ranks = P,
+                        .count = count,
+                        .dtype = P == 4 ? DType::kInt32 : DType::kFloat32,
+                        .op = ReduceOp::kSum,
+                        .seed = next()};
+        const Data data(what, false, 2);  // outlives its mappings
+        const Ranks ranks(P, together(), named("located"));
+        if (registered) {
+          CHECK_EQ(ranks.registerBuffers(data.buffers(true), data.bufferBytes()), std::string());
+          CHECK_EQ(ranks.registerBuffers(data.buffers(false), data.bufferBytes()), std::string());
+        }
+        for (int i = 0; i < 2; ++i) ranks.apart(data.run(), Choice::kLocated);
+        ranks.wait();
+        data.expectRight(registered ? "located, registered" : "located, in windows");
+      }
+}
+
 TEST(the_factor_may_lie_in_the_gpus_memory) {
   const gpu::Buffer factor(sizeof(double));
   for (DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat64}) {
@@ -170,7 +193,7 @@ TEST(the_factor_may_lie_in_the_gpus_memory) {
                          wide ? sizeof value : sizeof narrow, cudaMemcpyHostToDevice),
               "copy to the GPU");
     const Ranks ranks(2, together(), named("factor"));
-    for (Choice choice : {Choice::kDirect, Choice::kRing, Choice::kOneShot})
+    for (Choice choice : {Choice::kDirect, Choice::kRing, Choice::kOneShot, Choice::kLocated})
       for (bool on_device : {false, true}) {
         const Case what{.ranks = 2,
                         .count = 5000,
@@ -193,7 +216,8 @@ TEST(the_factor_may_lie_in_the_gpus_memory) {
 
 TEST(a_captured_graph_replays) {
   const Ranks ranks(2, together(), named("graph"));
-  for (Choice choice : {Choice::kOneShot, Choice::kTwoShot, Choice::kRing, Choice::kDirect}) {
+  for (Choice choice :
+       {Choice::kOneShot, Choice::kTwoShot, Choice::kRing, Choice::kLocated, Choice::kDirect}) {
     const Case what{
         .ranks = 2, .count = 3000, .dtype = DType::kFloat32, .op = ReduceOp::kSum, .seed = next()};
     const Data data(what, false);

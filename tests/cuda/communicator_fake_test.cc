@@ -127,12 +127,10 @@ TEST(large_buckets_of_gradients_go_without_copies_where_gpus_are_linked) {
       peers::run(As::kThreads, size, [&](Group& group, int) {
         const auto comm =
             cuda::HostCommunicator::create(group.shared_from_this(), group.rank(), {});
-        const bool can = linked && fixedSizeOf(size) >= 0;
-        const size_t least = comm->tuning().zero_copy_least;
-        CHECK_EQ(comm->gainsByRegistering(DType::kFloat32, least), can);
-        CHECK_EQ(comm->gainsByRegistering(DType::kBFloat16, least), can);
+        const size_t least = linked ? comm->tuning().located_least : size_t{1} << 30;
+        CHECK_EQ(comm->gainsByRegistering(DType::kFloat32, least), linked);
+        CHECK_EQ(comm->gainsByRegistering(DType::kInt64, least), linked);
         CHECK(!comm->gainsByRegistering(DType::kFloat32, least - 1));
-        CHECK(!comm->gainsByRegistering(DType::kFloat64, least));
         group.run({Barrier{}});
       });
     }

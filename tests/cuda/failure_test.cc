@@ -129,6 +129,7 @@ void callOf(const Ranks& ranks, const Run& run, int r, Choice choice, Nanos time
 const std::vector<std::pair<bool, Choice>> kAll{{true, Choice::kOneShot},
                                                 {true, Choice::kTwoShot},
                                                 {true, Choice::kRing},
+                                                {true, Choice::kLocated},
                                                 {false, Choice::kDirect}};
 
 }  // namespace

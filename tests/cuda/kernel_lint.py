@@ -40,7 +40,7 @@ FAMILIES = {
     "allReduceKernelILNS0_15DeviceAlgorithmE2": "ring",
     "fixedKernelILNS0_15DeviceAlgorithmE0": "fixed-oneshot",
     "fixedKernelILNS0_15DeviceAlgorithmE1": "fixed-twoshot",
-    "zeroCopyKernel": "zero-copy",
+    "locatedKernel": "located",
     "llKernel": "ll",
     "directKernel": "direct",
     "copyInKernel": "copy-in",
@@ -631,7 +631,7 @@ def table(kernels: list[Kernel]) -> Iterator[str]:
     for kernel in sorted(kernels, key=lambda k: (k.family, k.dtype != "float32", k.ranks)):
         if kernel.form != "SASS" or kernel.architecture != MEASURED:
             continue
-        if not kernel.family.endswith(("oneshot", "twoshot", "zero-copy")):
+        if not kernel.family.endswith(("oneshot", "twoshot", "located")):
             continue
         if kernel.dtype not in ("float32", "bfloat16"):
             continue

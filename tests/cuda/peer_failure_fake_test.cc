@@ -5,7 +5,9 @@
 #include <set>
 
 #include "cuda/memory/device_memory.h"
+#include "cuda/memory/own_memory.h"
 #include "cuda/memory/peer_memory.h"
+#include "cuda/memory/segment_board.h"
 #include "fake_cuda.h"
 #include "fake_launch.h"
 #include "peers.h"
@@ -184,6 +186,70 @@ TEST(a_buffer_that_there_is_no_room_to_map_is_copied_and_no_error) {
   });
 }
 
+// A board of each of three ranks on one host.
+void withBoards(As as, const std::function<void(Group&, SegmentBoard&, int device)>& body) {
+  run(as, 3, [&](Group& group, int device) {
+    const PeerMemory memory(group, device, 1000);
+    SegmentBoard board(group, memory);
+    body(group, board, device);
+    group.run({Barrier{}});
+  });
+}
+
+std::shared_ptr<void> own(int device) {
+  return ownMemory(device, 1000, [] { return std::vector<CUstream_st*>(); });
+}
+
+void awaitMapped(const SegmentBoard& board, Place place) {
+  while (!board.isMapped(place)) ranks::sleepMs(1);
+}
+
+TEST(memory_that_a_rank_cannot_map_is_not_used_and_no_error) {
+  withBoards(As::kProcesses, [](Group& group, SegmentBoard& board, int device) {
+    fake::machine().bar1_is_full = group.rank() == 2;  // of this process
+    std::shared_ptr<void> memory = own(device), later = own(device);
+    const Place refused = board.find(memory.get(), 1);
+    group.run({Barrier{}});
+    ranks::sleepMs(50);
+    // On the same GPU there is no window.
+    CHECK(!board.isMapped(refused) || device == 0);
+    fake::machine().bar1_is_full = false;
+    group.run({Barrier{}});
+    const Place taken = board.find(later.get(), 1);
+    awaitMapped(board, taken);
+    CHECK(!board.isMapped(refused) || device == 0);
+    memory.reset();
+    // Its slot is free again only if all have answered.
+    std::vector<std::shared_ptr<void>> all;
+    for (uint64_t i = 0; i + 1 < kMostSegments;) {
+      all.push_back(own(device));
+      const Place place = board.find(all.back().get(), 1);
+      if (place.segment == 0) {
+        all.pop_back();
+        ranks::sleepMs(1);
+      } else {
+        ++i;
+      }
+    }
+  });
+}
+
+TEST(a_rank_whose_cuda_has_failed_ends_no_thread_and_no_other_rank) {
+  withBoards(As::kProcesses, [](Group& group, SegmentBoard& board, int device) {
+    const std::shared_ptr<void> memory = own(device), later = own(device);
+    const Place mapped = board.find(memory.get(), 1);
+    awaitMapped(board, mapped);
+    group.run({Barrier{}});
+    if (group.rank() == 1) fake::ruin(device, cudaErrorIllegalAddress);
+    group.run({Barrier{}});
+    const Place place = board.find(later.get(), 1);
+    CHECK(place.segment != 0);
+    ranks::sleepMs(50);
+    CHECK(!board.isMapped(place));
+    fake::heal();
+  });
+}
+
 TEST(a_copy_that_does_not_end_is_an_error_and_nothing_waits_for_it) {
   run(As::kProcesses, 2, [](Group& group, int device) {
     const MemoryPtr memory = allocate(device, 1000);
@@ -236,6 +302,22 @@ TEST(a_process_that_is_killed_while_ranks_try_ends_it_for_all) {
 }
 
 // ---- threads
+
+TEST(threads_give_back_all_that_boards_mapped) {
+  CHECK_EQ(fake::leftovers(), "");
+  withBoards(As::kThreads, [](Group& group, SegmentBoard& board, int device) {
+    std::shared_ptr<void> memory = own(device), dropped = own(device);
+    awaitMapped(board, board.find(memory.get(), 1));
+    const Place place = board.find(dropped.get(), 1);
+    awaitMapped(board, place);
+    dropped.reset();
+    while (board.isMapped(place)) ranks::sleepMs(1);
+    if (group.rank() == 1) return;  // the others' memory goes before the boards, and after
+    memory.reset();
+  });
+  for (int i = 0; i < 5000 && !fake::leftovers().empty(); ++i) ranks::sleepMs(1);
+  CHECK_EQ(fake::leftovers(), "");
+}
 
 TEST(threads_take_the_first_way_that_all_can_go) {
   expectAccess(As::kThreads, MemoryAccess::kPointer, {""});

@@ -6,9 +6,9 @@
 //
 // Memory is as weak as the protocol may expect.  What a thread stores stays with it until a barrier
 // of its block, and with the block until one of its threads stores with release at system scope; at
-// the end of a block all of it gets out.  A block sees what others have let out only after a
-// barrier behind a load with acquire at system scope; until then it reads the old bytes.  Every
-// access must lie in memory that was given to the kernels, and in no other.
+// the end of a block all of it gets out.  A thread sees what others have let out only after its own
+// load with acquire at system scope, and a block after a barrier behind one; until then they read
+// the old bytes.  Every access must lie in memory that was given to the kernels, and in no other.
 //
 // It is kinder than a GPU in one way: an acquire makes visible all that any block had let out by
 // then, whatever flag it loads, and even if that flag was old.  So a kernel that polled another
@@ -192,14 +192,17 @@ class Warp {
   uint32_t active = 0;
   bool jumped = false, polled = false;
   std::vector<Store> pending[kLanes];
+  uint64_t acquired[kLanes] = {};  // when each did last
 };
 
 // Shared memory has addresses that no other has.
 inline constexpr uint64_t kShared = uint64_t{1} << 60;
 
-inline void overlay(const Granules& from, uint64_t address, int bytes, uint64_t& value) {
+// Of what is newer than `after`.
+inline void overlay(const Granules& from, uint64_t address, int bytes, uint64_t& value,
+                    uint64_t after = 0) {
   const auto found = from.find(address / 8);
-  if (found == from.end()) return;
+  if (found == from.end() || (after != 0 && found->second.since <= after)) return;
   for (int b = 0; b < bytes; ++b) {
     const uint64_t at = address % 8 + static_cast<uint64_t>(b);
     if (found->second.mask >> at & 1) {
@@ -225,7 +228,7 @@ inline uint64_t Warp::load(int lane, uint64_t address, int bytes, const Step& st
   } else {
     block.machine->check(address, bytes, step);
     std::memcpy(&value, reinterpret_cast<void*>(address), size);
-    if (!block.stale.empty()) overlay(block.stale, address, bytes, value);
+    if (!block.stale.empty()) overlay(block.stale, address, bytes, value, acquired[lane]);
     if (!block.kept.empty()) overlay(block.kept, address, bytes, value);
   }
   for (const Store& one : pending[lane])

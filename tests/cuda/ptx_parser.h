@@ -240,7 +240,8 @@ inline void barrier(Warp& w, const Step& s) {
   w.block.arrive(w, s, w.active, votes);
 }
 inline uint64_t addressOf(Warp& w, const Step& s, int base, int l) {
-  return w.reg(base)[l] + static_cast<uint64_t>(s.offset);
+  const uint64_t address = w.reg(base)[l] + static_cast<uint64_t>(s.offset);
+  return s.space == Step::Space::kShared ? static_cast<uint32_t>(address) : address;
 }
 inline void load(Warp& w, const Step& s) {
   w.each([&](int l) {
@@ -276,7 +277,10 @@ T* wordAt(Warp& w, const Step& s, int l) {
   return reinterpret_cast<T*>(address);
 }
 inline void acquire(Warp& w, const Step& s) {
-  w.each([&](int l) { w.reg(s.to[0])[l] = *wordAt<uint64_t>(w, s, l); });
+  w.each([&](int l) {
+    w.reg(s.to[0])[l] = *wordAt<uint64_t>(w, s, l);
+    w.acquired[l] = w.block.machine->epoch;
+  });
   w.block.acquired = w.block.machine->epoch;
   w.polled = true;
 }

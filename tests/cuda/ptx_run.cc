@@ -27,9 +27,9 @@ namespace {
 
 using namespace ringreduce;
 using namespace ringreduce::cuda;
+using host::Alignment;
 using host::Call;
 using host::Calls;
-using host::Place;
 
 constexpr auto kOne = DeviceAlgorithm::kOneShot, kTwo = DeviceAlgorithm::kTwoShot,
                kRing = DeviceAlgorithm::kRing;
@@ -39,23 +39,26 @@ struct Which {
   DeviceAlgorithm algorithm;
   DType dtype;
   int ranks = 0;  // 0: any
-  bool zero_copy = false, ll = false;
+  bool located = false, ll = false;
+
+  // A launch a rank.
+  bool isRanks() const { return ranks > 0 || located; }
 
   std::string symbol() const {
     const auto number = [](auto value) { return std::to_string(static_cast<int>(value)); };
     const std::string type = "LNS_5DTypeE" + number(dtype) + "E";
     const std::string how = "LNS0_15DeviceAlgorithmE" + number(algorithm) + "E";
-    const std::string of = "Li" + number(ranks) + "EEEvNS0_11FixedLaunchE";
+    const std::string of = "Li" + number(ranks) + "EEEvNS0_10RankLaunchE";
     const std::string begin = "_ZN10ringreduce4cuda";
-    if (zero_copy) return begin + "14zeroCopyKernelI" + type + of;
+    if (located) return begin + "13locatedKernelI" + type + of;
     if (ll) return begin + "8llKernelI" + type + of;
     if (ranks > 0) return begin + "11fixedKernelI" + how + type + of;
     return begin + "15allReduceKernelI" + how + type + "EEvNS0_11RanksLaunchE";
   }
   std::string text() const {
-    return (zero_copy ? "zero copy"
-            : ll      ? "LL"
-                      : kDeviceAlgorithmNames[static_cast<int>(algorithm)]) +
+    return (located ? "located"
+            : ll    ? "LL"
+                    : kDeviceAlgorithmNames[static_cast<int>(algorithm)]) +
            (ranks > 0 ? " of " + std::to_string(ranks) : "");
   }
 };
@@ -66,6 +69,7 @@ std::vector<Which> everyKernel() {
     const auto dtype = static_cast<DType>(t);
     for (const auto algorithm : {kOne, kTwo, kRing})
       if (hasKernel(algorithm, dtype)) all.push_back({algorithm, dtype});
+    all.push_back({kTwo, dtype, 0, true});
     for (int size = 0; size < kFixedSizes && hasFixedKernels(dtype); ++size) {
       const int ranks = fixedRanks(size);
       for (const auto algorithm : {kOne, kTwo}) all.push_back({algorithm, dtype, ranks});
@@ -127,7 +131,8 @@ void runCase(Program& program, uint64_t seed, std::optional<Which> which = {},
       .depth = 4,
       .part_bytes = 4096 * 8,
       .ll_bytes = 2 * sizeof(float) *
-                  roundUp(ceilDiv(oracle::kMost, static_cast<size_t>(blocks)), kChunkElements)};
+                  roundUp(ceilDiv(oracle::kMost, static_cast<size_t>(blocks)), kChunkElements),
+      .window_bytes = static_cast<size_t>(numbers.P * blocks) * slice * numbers.width()};
   // Counters that pass 2^64, too.
   host::Ranks ranks(layout, below(4) == 0 ? uint64_t{0} - below(3) : 0);
   Calls calls(ranks);
@@ -141,8 +146,9 @@ void runCase(Program& program, uint64_t seed, std::optional<Which> which = {},
               .numbers = &numbers,
               .count = 0};
     call.fixed = which ? which->ranks > 0 : call.canBeFixed() && below(4) > 0;
-    call.zero_copy =
-        which ? which->zero_copy : call.fixed && call.algorithm == kTwo && below(2) == 0;
+    call.located = which ? which->located : call.algorithm == kTwo && below(2) == 0;
+    // Each tensor by a coin; and where ranks' tensors are at other offsets, some are not aligned.
+    call.staged = static_cast<uint32_t>(random());
     call.ll = which ? which->ll : call.fixed && call.algorithm == kOne && below(2) == 0;
     // Up to some slices of each channel; any tail.
     const size_t most =
@@ -154,10 +160,10 @@ void runCase(Program& program, uint64_t seed, std::optional<Which> which = {},
     call.slice = slice;
     call.window = 1 + below(2);
     call.in_place = below(2) == 0;
-    call.place = static_cast<Place>(below(4));
+    call.place = static_cast<Alignment>(below(4));
     call.device_factor = below(2) == 0;
     calls.add(call);
-    kernels.push_back({call.algorithm, type, call.fixed ? numbers.P : 0, call.zero_copy, call.ll});
+    kernels.push_back({call.algorithm, type, call.fixed ? numbers.P : 0, call.located, call.ll});
   }
 
   ptx::Machine machine(seed);
@@ -172,10 +178,10 @@ void runCase(Program& program, uint64_t seed, std::optional<Which> which = {},
     give(comm.local, sizeof *comm.local);
     give(comm.abort, sizeof *comm.abort);
     give(comm.trouble, sizeof *comm.trouble);
+    give(comm.table, static_cast<size_t>(numbers.P) * kMostSegments * sizeof *comm.table);
   }
   // One grid for all ranks, or one each, in each rank's stream.
-  const bool together =
-      below(2) == 0 && std::ranges::all_of(kernels, [](const Which& k) { return k.ranks == 0; });
+  const bool together = below(2) == 0 && std::ranges::none_of(kernels, &Which::isRanks);
   std::vector<ptx::Grid> grids;
   for (size_t i = 0; i < count; ++i) {
     const ptx::Kernel& kernel = program.kernel(kernels[i]);
@@ -191,15 +197,15 @@ void runCase(Program& program, uint64_t seed, std::optional<Which> which = {},
       give(call.input, bytes);
       give(call.output, bytes);
       if (call.factor) give(call.factor, type == DType::kFloat64 ? 8 : 4);
-      if (kernels[i].ranks > 0) {
-        start(FixedLaunch{ranks.comm(r), call, calls.places(i)}, blocks, r);
+      if (kernels[i].isRanks()) {
+        start(RankLaunch{ranks.comm(r), call, calls.location(i, r)}, blocks, r);
         continue;
       }
       RanksLaunch& launch = launches[together ? 0 : static_cast<size_t>(r)];
       launch.calls[together ? r : 0] = call;
       launch.ranks = together ? numbers.P : 1;
     }
-    for (size_t s = 0; s < launches.size() && kernels[i].ranks == 0; ++s)
+    for (size_t s = 0; s < launches.size() && !kernels[i].isRanks(); ++s)
       start(launches[s], blocks * launches[s].ranks, static_cast<int>(s));
   }
   machine.threads = kThreads;
@@ -281,8 +287,19 @@ const Mutant kMutants[] = {
      "add.rn.f32",
      "add.rz.f32",
      kAll},
-    // Zero copy's flags order kernels, which kernel_interleavings_test proves.
     {"flags are not stored", {kTwo, kF32, 2, true}, kAdd, "st.release.sys.u64", "", kAll},
+    {"releases of flags are relaxed",
+     {kTwo, kF32, 0, true},
+     kAdd,
+     "st.release.sys.u64",
+     "st.relaxed.sys.u64",
+     kAll},
+    {"acquires of flags are relaxed",
+     {kTwo, kF32, 2, true},
+     kAdd,
+     "ld.acquire.sys.u64",
+     "ld.relaxed.sys.u64",
+     kAll},
     {"sums round towards zero", {kTwo, kF32, 4, true}, kAdd, "add.rn.f32", "add.rz.f32", kAll},
     {"the tail of the sum is not stored", {kRing, kF32}, kAdd, "st.f32", "", kLast},
     {"sums round towards zero", {kOne, kF32}, kAdd, "add.rn.f32", "add.rz.f32", kAll},

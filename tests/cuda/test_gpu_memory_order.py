@@ -1,6 +1,6 @@
-"""The five ways in which threads of GPUs communicate, under the memory model of PTX.
+"""The six ways in which threads of GPUs communicate, under the memory model of PTX.
 
-csrc/cuda/kernels communicates between threads in five shapes, which stand below in the code's
+csrc/cuda/kernels communicates between threads in six shapes, which stand below in the code's
 instructions.  For each the solver (cuda/ptx_model.py) must find no execution with a wrong outcome,
 and one for each mutant.  Litmus tests with known verdicts come first: they check the model.
 
@@ -539,8 +539,62 @@ def ll(sets: int, waits: bool = True) -> Shape:
 
 LL_SETS = 2  # kLLSets
 
+
+# Shape 6, tensors where they are (located.h): rank a says in the line of its flag where its tensor
+# is.  Rank b looks that up in its table, tells its other thread, reads a's addends and writes sums
+# there.  In the next turn a writes the line and the tensor again.  Before all this b's mapping
+# thread has filled the table, and a's has learnt of it.
+def located() -> Shape:
+    a, b = Rank("a"), Rank("b")
+    a.observe("mapped", 1)
+    a.barrier("mapped")
+    for turn in (1, 2):
+        a.write("input", turn)
+        a.barrier(f"post{turn}")
+        a.codes[0].append(f"st [line], {turn}")
+        a.publish("parts", turn)
+        b.observe("parts", turn)
+        for word, value in (("line", turn), ("table", 1)):
+            b.codes[0].append(f"ld {word}{turn}, [{word}]")
+            b.wrong.append(f"{word}{turn} != {value}")
+        b.codes[0].append(f"st [shown], {turn}")
+        b.barrier(f"await{turn}")
+        for i, code in enumerate(b.codes):
+            code.append(f"ld seen{turn}{i}, [shown]")
+            b.wrong.append(f"seen{turn}{i} != {turn}")
+        b.read("input", turn)
+        b.write("output", turn)
+        b.barrier(f"sums{turn}")
+        b.publish("results", turn)
+        a.observe("results", turn)
+        a.barrier(f"collect{turn}")
+        a.read("output", turn)
+    shape = shape_of(a, b)
+    mappers = [
+        Thread("b", "mapper", ("st [table], 1", "st.release.sys [acknowledged], 1")),
+        Thread("a", "mapper", ("ld.acquire.sys m, [acknowledged]", "st.release.sys [mapped], 1")),
+    ]
+    return replace(shape, threads=[*shape.threads, *mappers], given=[*shape.given, "m >= 1"])
+
+
+def early(shape: Shape, first: str, second: str) -> Shape:
+    """With each instruction that matches `second` moved up before the last that matches `first`."""
+    changed = []
+    for thread in shape.threads:
+        code = list(thread.code)
+        for i, line in enumerate(code):
+            if not re.search(second, line):
+                continue
+            at = max((j for j in range(i) if re.search(first, code[j])), default=i)
+            code.insert(at, code.pop(i))
+        changed.append(replace(thread, code=tuple(code)))
+    assert changed != list(shape.threads), f"nothing matches {first}, {second}"
+    return replace(shape, threads=changed)
+
+
 SHAPES = {
     "a message": message(),
+    "located tensors": located(),
     "LL": ll(LL_SETS),
     **{
         f"push, {algorithm}, {sets} sets": push(algorithm, sets)
@@ -620,6 +674,20 @@ MUTANTS = {
             "one set too few": push(algorithm, enough - 1),
         }.items()
     },
+    **{f"located, {what}": edit(located(), *change) for what, change in FLAGS.items()},
+    **{
+        f"located, no barrier at {where}": drop(located(), f"sync {where}")
+        for where in ("post", "await", "sums", "collect")
+    },
+    "located, the place comes after the flag": early(located(), r"st \[line\]", r"\[parts\]"),
+    "located, a look at the table before the flag": early(
+        located(), r"ld.*\[parts\]", r"\[table\]"
+    ),
+    "located, acknowledged before it is mapped": early(
+        located(), r"st \[table\]", r"\[acknowledged\]"
+    ),
+    # It finds its own flag instead.
+    "located, used again before the results": edit(located(), r"(ld.*)\[results\]", r"\1[parts]"),
     **{f"LL, {what}": edit(ll(LL_SETS), *change) for what, change in FLAGS.items()},
     "LL, one set too few": ll(LL_SETS - 1),
     "LL, no wait for the flags of earlier calls": ll(LL_SETS, waits=False),

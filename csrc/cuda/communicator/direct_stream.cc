@@ -15,6 +15,7 @@
 #include "cuda/gpu_device.h"
 #include "cuda/kernels/direct_schedule.h"
 #include "cuda/memory/closer.h"
+#include "cuda/memory/own_memory.h"
 
 namespace ringreduce::cuda {
 
@@ -285,7 +286,17 @@ void await(cudaStream_t stream) {
 
 std::shared_ptr<void> HostCommunicator::lastingMemory(const void* data, size_t bytes,
                                                       std::vector<CUstream_st*> users) {
-  MemoryPtr memory = cuda::lastingMemory(*state_->memory, data, bytes);
+  State& s = *state_;
+  // Kernels find a tensor where it is if it lies in own memory.
+  if (s.board && s.options.algorithm != Choice::kDirect) try {
+      const OnDevice here(s.device);
+      if (ownSegmentOf(data, bytes)) return nullptr;
+      return ownMemory(s.device, bytes, [users] { return users; });
+    } catch (const CudaError& error) {
+      if (error.ruinsProcess()) throw;
+      return nullptr;  // it is copied then
+    }
+  MemoryPtr memory = cuda::lastingMemory(*s.memory, data, bytes);
   if (!memory) return nullptr;
   void* const at = memory->data();
   return {at, [memory = std::move(memory), users = std::move(users)](void*) mutable {

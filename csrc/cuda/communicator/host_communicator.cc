@@ -80,12 +80,13 @@ void loadKernels(int ranks) {
     const Kernels& kernels = kernelsOf(static_cast<DType>(t));
     for (const void* kernel : kernels.all_reduce)
       if (kernel) load(kernel);
+    load(kernels.located);
     load(kernels.direct);
     load(kernels.copy_in);
     load(kernels.ring_step);
     if (const int place = fixedSizeOf(ranks); place >= 0)
       for (const void* kernel : {kernels.fixed[place].one_shot, kernels.fixed[place].two_shot,
-                                 kernels.fixed[place].zero_copy, kernels.fixed[place].ll})
+                                 kernels.fixed[place].located, kernels.fixed[place].ll})
         if (kernel) load(kernel);
   }
   load(deliverKernel());
@@ -141,6 +142,8 @@ HostCommunicator::State::State(std::shared_ptr<Group> of, int on, const Communic
   if (setting.ranks_on_device > 1 || !setting.run_at_once || options.algorithm == Choice::kDirect)
     staging = std::make_unique<PeerMemory>(*group, device, kHalves * kStagingBytes, options.access);
 
+  if (tuning.window_bytes > 0) board = std::make_unique<SegmentBoard>(*group, *memory);
+
   agreeOnStatus(*group, [&] {
     constexpr size_t kBytes = roundUp(sizeof(DeviceComm), kLine) + sizeof(Local);
     local = allocate(device, kBytes);
@@ -153,6 +156,7 @@ HostCommunicator::State::State(std::shared_ptr<Group> of, int on, const Communic
     comm.local = localOnDevice();
     comm.abort = &stateOnDevice(comm.rank)->abort;
     comm.trouble = &stateOnDevice(comm.rank)->trouble;
+    if (board) comm.table = const_cast<SegmentEntry*>(board->table());
     stream.copy(local->data(), &comm, sizeof comm);
   });
   std::vector<HostState*> states;
@@ -201,18 +205,22 @@ const Device& HostCommunicator::device() const {
 MemoryAccess HostCommunicator::access() const {
   return state_->memory->access();
 }
-bool HostCommunicator::gainsByRegistering(DType dtype, size_t bytes) const {
+bool HostCommunicator::gainsByRegistering(DType, size_t bytes) const {
   const State& s = *state_;
   const Choice wanted = s.options.algorithm;
   if (!kernelsRunAtOnce() || wanted == Choice::kDirect) return s.staging != nullptr;
-  return s.setting.linked && s.isZeroCopy(dtype, ReduceOp::kAvg, bytes, wanted);
+  return s.isLocated(bytes, wanted);
 }
 bool HostCommunicator::kernelsRunAtOnce() const {
   return state_->setting.run_at_once;
 }
+bool HostCommunicator::isMapped(const void* data, size_t bytes) const {
+  const State& s = *state_;
+  return s.board && s.board->isMapped(s.board->find(data, bytes));
+}
 size_t HostCommunicator::bytes() const {
   return state_->memory->bytes() + (state_->staging ? state_->staging->bytes() : 0) +
-         state_->local->bytes();
+         state_->local->bytes() + (state_->board ? state_->board->bytes() : 0);
 }
 
 std::shared_ptr<Local> HostCommunicator::local() const {
@@ -267,10 +275,25 @@ bool goesByLL(const Tuning& tuning, size_t bytes, Choice wanted) {
          (wanted == Choice::kLL && bytes <= kLLMost);
 }
 
-bool HostCommunicator::State::isZeroCopy(DType dtype, ReduceOp op, size_t bytes,
-                                         Choice wanted) const {
-  const bool by_size = wanted == Choice::kAuto && bytes >= tuning.zero_copy_least;
-  return (by_size || wanted == Choice::kTwoShot) && fixedOf(dtype, op);
+bool HostCommunicator::State::isLocated(size_t bytes, Choice wanted) const {
+  return wanted == Choice::kLocated || (wanted == Choice::kAuto && bytes >= tuning.located_least);
+}
+
+Location HostCommunicator::State::locationOf(const GpuAllReduce& call, cudaStream_t stream) {
+  uint64_t what = 0;
+  for (const uint64_t word : {uint64_t{call.count}, static_cast<uint64_t>(call.dtype),
+                              static_cast<uint64_t>(call.op), call.borders})
+    what = mixed(what, word);
+  const auto placeOf = [&](const void* data) -> Place {
+    // Peers would add elements that are not aligned one at a time.
+    if (!board || reinterpret_cast<uintptr_t>(data) % sizeof(Pack) != 0) return {};
+    const Place place = board->find(data, call.count * sizeOf(call.dtype));
+    if (place.segment != 0 && captureOf(stream)) board->keep(place);
+    return place;
+  };
+  // Inputs to be scaled are copied anyway.
+  return {call.op == ReduceOp::kPremulSum ? Place{} : placeOf(call.input), placeOf(call.output),
+          what};
 }
 
 const FixedKernels* HostCommunicator::State::fixedOf(DType dtype, ReduceOp op) const {
@@ -384,9 +407,9 @@ PartShape HostCommunicator::State::shapeOf(const GpuAllReduce& call, Choice choi
 
 void HostCommunicator::State::launchRank(const RankCall& call, const void* kernel,
                                          const void* fixed, int channels, cudaStream_t stream,
-                                         const PeerTensors& tensors) const {
+                                         const Location& location) const {
   if (fixed) {
-    const FixedLaunch arguments{.comm = comm, .call = call, .tensors = tensors};
+    const RankLaunch arguments{.comm = comm, .call = call, .location = location};
     return launch(fixed, channels, &arguments, false, stream);
   }
   const RanksLaunch arguments{.ranks = 1, .calls = {call}};
@@ -462,34 +485,30 @@ void HostCommunicator::allReduce(const GpuAllReduce& call, CUstream_st* stream) 
   const Choice choice = s.choose(call);
   if (choice == Choice::kDirect) return s.direct(call, stream);
   const FixedKernels* fixed = s.fixedOf(call.dtype, call.op);
-  std::optional<State::Places> places;
+  const size_t width = sizeOf(call.dtype), bytes = call.count * width;
   const Choice wanted = call.algorithm.value_or(s.options.algorithm);
-  if (s.isZeroCopy(call.dtype, call.op, call.count * sizeOf(call.dtype), wanted))
-    places = s.placesOf(call, stream);
-  const bool is_ll = fixed && goesByLL(s.tuning, call.count * sizeOf(call.dtype), wanted);
-  const auto where = static_cast<uint64_t>(is_ll ? Choice::kLL : choice);
-  s.dispatch(
-      s.told(call, places ? mixed(where, places->hash) : where), stream, [&](uint64_t number) {
-        if (call.count == 0) return;
-        const DeviceAlgorithm algorithm = kernelOf(choice);
-        const PartShape shape = places  ? zeroCopyShapeOf(s.tuning, call.count, size())
-                                : is_ll ? llShapeOf(s.tuning, call.count)
-                                        : s.shapeOf(call, choice);
-        RankCall of_rank = s.rankCall(call, number);
-        of_rank.slice = shape.slice;
-        if (places) {
-          PeerTensors tensors{};
-          std::copy(places->in.begin(), places->in.end(), tensors.input);
-          std::copy(places->out.begin(), places->out.end(), tensors.output);
-          return s.launchRank(of_rank, nullptr, fixed->zero_copy, shape.channels, stream, tensors);
-        }
-        const void* of_size = nullptr;
-        if (fixed && algorithm == DeviceAlgorithm::kOneShot)
-          of_size = is_ll ? fixed->ll : fixed->one_shot;
-        if (fixed && algorithm == DeviceAlgorithm::kTwoShot) of_size = fixed->two_shot;
-        s.launchRank(of_rank, kernelsOf(call.dtype).all_reduce[static_cast<size_t>(algorithm)],
-                     of_size, shape.channels, stream);
-      });
+  const bool is_ll = fixed && goesByLL(s.tuning, bytes, wanted);
+  const bool is_located = s.isLocated(bytes, wanted);
+  const Choice taken = is_located ? Choice::kLocated : is_ll ? Choice::kLL : choice;
+  s.dispatch(s.told(call, static_cast<uint64_t>(taken)), stream, [&](uint64_t number) {
+    if (call.count == 0) return;
+    const Kernels& kernels = kernelsOf(call.dtype);
+    const DeviceAlgorithm algorithm = kernelOf(taken);
+    const PartShape shape = is_located ? locatedShapeOf(s.tuning, call.count, size(), width)
+                            : is_ll    ? llShapeOf(s.tuning, call.count)
+                                       : s.shapeOf(call, choice);
+    RankCall of_rank = s.rankCall(call, number);
+    of_rank.slice = shape.slice;
+    if (is_located)
+      return s.launchRank(of_rank, nullptr, fixed ? fixed->located : kernels.located,
+                          shape.channels, stream, s.locationOf(call, stream));
+    const void* of_size = nullptr;
+    if (fixed && algorithm == DeviceAlgorithm::kOneShot)
+      of_size = is_ll ? fixed->ll : fixed->one_shot;
+    if (fixed && algorithm == DeviceAlgorithm::kTwoShot) of_size = fixed->two_shot;
+    s.launchRank(of_rank, kernels.all_reduce[static_cast<size_t>(algorithm)], of_size,
+                 shape.channels, stream);
+  });
 }
 
 void HostCommunicator::allReduceTogether(std::span<HostCommunicator* const> ranks,

@@ -78,6 +78,8 @@ class HostCommunicator final : public GpuCommunicator {
   const Device& device() const;
   MemoryAccess access() const;    // to peers' memory
   bool kernelsRunAtOnce() const;  // if not, the direct schedule is taken
+  // Whether kernels of all ranks use this memory where it is, by now.
+  bool isMapped(const void* data, size_t bytes) const;
   // The algorithm of a call of so many bytes: never kAuto.
   Choice chosen(size_t count, DType dtype) const;
 

@@ -22,6 +22,7 @@
 #include "cuda/kernels/stream_kernels.h"
 #include "cuda/memory/device_memory.h"
 #include "cuda/memory/peer_memory.h"
+#include "cuda/memory/segment_board.h"
 #include "group/agreement.h"
 
 namespace ringreduce::cuda {
@@ -66,8 +67,10 @@ struct HostCommunicator::State {
     uint64_t hash = 0;
   };
   std::optional<Places> placesOf(const GpuAllReduce& call, cudaStream_t stream);
-  // Whether such calls on registered buffers go without slots.
-  bool isZeroCopy(DType dtype, ReduceOp op, size_t bytes, Choice wanted) const;
+  // Whether an all-reduce of so many bytes uses tensors where they are; the same on all ranks.
+  bool isLocated(size_t bytes, Choice wanted) const;
+  // Where this rank's tensors are, for its kernel.
+  Location locationOf(const GpuAllReduce& call, cudaStream_t stream);
   PartShape shapeOf(const GpuAllReduce& call, Choice choice) const;
   Arithmetic arithmeticOf(DType dtype, ReduceOp op, double factor) const;
   // A kernel's arguments, without a slice.  The second is of calls that only move data, and the
@@ -103,10 +106,10 @@ struct HostCommunicator::State {
             cudaStream_t stream);
   // The kernels of a call for this very number of ranks; null if there are none.
   const FixedKernels* fixedOf(DType dtype, ReduceOp op) const;
-  // Launches this rank's kernel of a call that waits for its peers: `fixed`, or `kernel` if it is
-  // null.
+  // Launches this rank's kernel of a call that waits for its peers: `fixed`, which takes a
+  // RankLaunch, or `kernel` if it is null.
   void launchRank(const RankCall& call, const void* kernel, const void* fixed, int channels,
-                  cudaStream_t stream, const PeerTensors& tensors = {}) const;
+                  cudaStream_t stream, const Location& location = {}) const;
 
   // --- the direct schedule (direct_stream.cc)
   struct Turn;
@@ -143,6 +146,7 @@ struct HostCommunicator::State {
 
   std::unique_ptr<MappedPages> pages;  // a HostState for each rank
   std::unique_ptr<PeerMemory> memory, staging;
+  std::unique_ptr<SegmentBoard> board;  // for kernels that use tensors where they are
   DeviceComm comm{};
   MemoryPtr local;  // a DeviceComm and a Local
   // Buffers that peers map, by their address here, in the order in which they were registered.

@@ -70,6 +70,11 @@ std::optional<WatchedRanks::Difference> HostRanks::findDifference(const Operatio
       if (ours != other) return Difference{r, ours, other};
     }
   }
+  // Replays of graphs announce nothing.
+  Trouble& trouble = own().trouble;
+  if (observeWord(trouble.cause) == static_cast<uint64_t>(Cause::kMismatch))
+    return Difference{trouble.peer, announcementOf(group_.rank(), trouble.operation),
+                      announcementOf(trouble.peer, trouble.operation)};
   return std::nullopt;
 }
 

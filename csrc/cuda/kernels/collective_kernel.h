@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/kernels/ll.h"
+#include "cuda/kernels/located.h"
 #include "cuda/kernels/push_all_reduce.h"
 #include "cuda/kernels/push_gather.h"
 #include "cuda/kernels/ring_kernel.h"
@@ -45,12 +46,14 @@ RINGREDUCE_DEVICE void llBlock(Block& block, const DeviceComm& comm, const RankC
   guard.leave(channels, call.output, call.count * sizeof(typename E::Stored));
 }
 
-// All-reduce of tensors that all ranks reach.
+// All-reduce of tensors where they are; `peers` is in the block's shared memory.
 template <class E, class Rules, int P, class Block>
-RINGREDUCE_DEVICE void zeroCopyBlock(Block& block, const DeviceComm& comm, const RankCall& call,
-                                     const PeerTensors& tensors, int channel, int channels) {
+RINGREDUCE_DEVICE void locatedBlock(Block& block, const DeviceComm& comm, const RankCall& call,
+                                    const Location& location, PeerTensors& peers, int channel,
+                                    int channels) {
   Guard<Block> guard(block, comm, call, channel);
-  zeroCopy<E, Rules, P>(block, guard, comm, call, tensors, channel);
+  LocatedAllReduce<E, Rules, Block, P>(block, guard, comm, call, location, peers, channel, channels)
+      .run();
   guard.leave(channels, call.output, call.count * sizeof(typename E::Stored));
 }
 

@@ -6,8 +6,11 @@
 //     parts    for each channel, set and peer: a slot that this peer pushes addends into
 //     results  the same for finished values (two-shot, all-gather, broadcast)
 //     ll       for each channel, set and peer: a slot of words that carry their flags (ll.h)
+//     window   for each chunk of a message and channel: a piece of the owner's tensor, where peers
+//              cannot reach the tensor itself (located.h)
 //
-// Everything is written by peers and read by the owner, and every line of flags has one writer.
+// All but the window is written by peers and read by the owner, and every line of flags has one
+// writer.
 #pragma once
 
 #include <cstddef>
@@ -34,6 +37,7 @@ struct DeviceLayout {
   uint64_t depth = 0;     // ring slots a channel; a power of two
   size_t part_bytes = 0;  // of a push slot; a multiple of 128
   size_t ll_bytes = 0;    // of an LL slot, with its flags; a multiple of 128
+  size_t window_bytes = 0;
 
   enum class Of : uint8_t { kParts, kResults };
 
@@ -62,7 +66,9 @@ struct DeviceLayout {
            ((size(channel) * kLLSets + set) * size(ranks) + size(peer)) * ll_bytes;
   }
 
-  constexpr size_t bytes() const { return llSlot(channels, 0, 0); }
+  constexpr size_t window() const { return llSlot(channels, 0, 0); }
+
+  constexpr size_t bytes() const { return window() + window_bytes; }
 
  private:
   static constexpr size_t size(int n) { return static_cast<size_t>(n); }

@@ -8,7 +8,7 @@
 //     one-shot   H + (P-1) S / B                  every byte goes to every rank
 //     two-shot   2 H + 2 (P-1)/P S / B            every byte goes twice, two hops for any P
 //     ring       2 (P-1) H + 2 (P-1)/P S / B      every byte goes as often, to one neighbour only
-//     zero copy  2 H + 2 (P-1)/P S / B            as two-shot, but without copies to and from slots
+//     located    2 H + 2 (P-1)/P S / B            as two-shot, without copies of mapped tensors
 //
 // LL (ll.h) is one-shot with twice the bytes and a smaller H, since no flag waits until the data
 // have arrived: it costs (P-1) S / B more, and is for the smallest messages.
@@ -71,17 +71,18 @@ struct Setting {
 };
 
 struct Tuning {
-  int channels;            // blocks a rank
-  size_t slot_bytes;       // ring
-  uint64_t depth;          // ring slots a channel
-  size_t window;           // ring slices under way
-  size_t part_bytes;       // push slots
-  size_t one_shot_most;    // bytes of a message that still takes one-shot
-  size_t two_shot_most;    // and two-shot
-  size_t ll_bytes;         // LL slots
-  size_t ll_most;          // bytes of a message that goes by LL
-  size_t zero_copy_least;  // of registered buffers, which go without slots from here on
-  size_t shared_lead;      // direct schedule: from here on every rank leads a part
+  int channels;          // blocks a rank
+  size_t slot_bytes;     // ring
+  uint64_t depth;        // ring slots a channel
+  size_t window;         // ring slices under way
+  size_t part_bytes;     // push slots
+  size_t one_shot_most;  // bytes of a message that still takes one-shot
+  size_t two_shot_most;  // and two-shot
+  size_t ll_bytes;       // LL slots
+  size_t ll_most;        // bytes of a message that goes by LL
+  size_t window_bytes;   // for tensors that peers cannot reach (located.h)
+  size_t located_least;  // bytes from which on tensors are used where they are
+  size_t shared_lead;    // direct schedule: from here on every rank leads a part
 
   constexpr DeviceLayout layout(int ranks) const {
     return {.ranks = ranks,
@@ -89,13 +90,17 @@ struct Tuning {
             .slot_bytes = slot_bytes,
             .depth = depth,
             .part_bytes = part_bytes,
-            .ll_bytes = ll_bytes};
+            .ll_bytes = ll_bytes,
+            .window_bytes = window_bytes};
   }
 };
 
 // Memory that peers write to, a rank: this much for ring slots and this much for push slots.
 inline constexpr size_t kRingBudget = size_t{16} << 20;
 inline constexpr size_t kPushBudget = size_t{64} << 20;
+// And this much for its own tensors, where peers cannot reach them: a longer message costs two hops
+// for each of it.
+inline constexpr size_t kWindowBytes = size_t{32} << 20;
 
 // Each half of the staging memory of a rank that takes the direct schedule.  Longer messages go in
 // pieces of this.
@@ -148,8 +153,12 @@ constexpr Tuning tune(const Setting& s) {
           // A channel's share of the longest message, with a flag beside each four bytes.
           .ll_bytes = 2 * roundUp(ceilDiv(kLLMost, c), kChunkElements * sizeof(float)),
           .ll_most = ll_most,
-          // Below, one-shot or a copy in the caches costs less than a read over a link.
-          .zero_copy_least = std::max(one_shot_most, size_t{256} << 10),
+          .window_bytes = ranks > 1 && s.run_at_once ? kWindowBytes : 0,
+          // Below, one-shot or a copy in the caches costs less than a read over a link.  Where GPUs
+          // are not linked, reads take longer than writes.
+          .located_least = s.run_at_once && s.all_to_all && s.linked
+                               ? std::max(one_shot_most, size_t{256} << 10)
+                               : SIZE_MAX,
           // Where ranks take turns on one GPU, a part for each would cost a turn for each.
           .shared_lead = s.on_one_gpu && !s.run_at_once ? SIZE_MAX : size_t{1} << 20};
 }
@@ -193,11 +202,14 @@ constexpr PartShape llShapeOf(const Tuning& t, size_t count) {
   return {slice, static_cast<int>(ceilDiv(count, slice))};
 }
 
-// The same of a chunk that goes without slots.
-constexpr PartShape zeroCopyShapeOf(const Tuning& t, size_t count, int ranks) {
-  const size_t chunk = Cut{count, ranks}.chunkSize();
-  const size_t slice = roundUp(ceilDiv(chunk, static_cast<size_t>(t.channels)), kChunkElements);
-  return {slice, static_cast<int>(ceilDiv(chunk, slice))};
+// The elements of a chunk that a block has in a turn (located.h), of so many bytes each.  The
+// window has room for a turn's of all chunks.
+constexpr PartShape locatedShapeOf(const Tuning& t, size_t count, int ranks, size_t width) {
+  const size_t chunk = Cut{count, ranks}.chunkSize(), c = static_cast<size_t>(t.channels);
+  const size_t fits = t.window_bytes / (c * static_cast<size_t>(ranks) * width);
+  const size_t slice = std::clamp(roundUp(ceilDiv(chunk, c), kChunkElements), kChunkElements,
+                                  fits / kChunkElements * kChunkElements);
+  return {slice, static_cast<int>(std::clamp<size_t>(ceilDiv(chunk, slice), 1, c))};
 }
 
 // The pushes of a call other than all-reduce, with parts (a broadcast: a message) of `count`

@@ -7,8 +7,8 @@
 // output with NaN, or zeros if it is of integers.  A CUDA wait() never blocks, so an optimizer
 // would otherwise step with garbage.
 //
-// In registered buffers (push_all_reduce.h) that holds for the rank's own chunk only: peers that
-// have not given up yet may still write to the others, or read what was filled.
+// Where peers read and write tensors in place (located.h), a block that gives up tells them, and
+// then waits until none of them can be at work there, before its output is filled.
 //
 // The cause holds for all later kernels: each checks it when it starts.
 #pragma once
@@ -20,6 +20,10 @@ namespace ringreduce::cuda {
 
 // Polls of a flag between two checks of the clock and the words, which go to the host's memory.
 inline constexpr unsigned kLooksPerCheck = 256;
+
+// How long a block that has given up waits for peers that may still write to the rank's tensors.
+// A peer that comes later finds that the rank has left, and writes nothing.
+inline constexpr int64_t kFarewell = 2'000'000'000;
 
 // The byte that fills the output of a failed call.
 //
@@ -64,7 +68,6 @@ RINGREDUCE_DEVICE void leaveKernel(Block& block, Local& local, int blocks, Abort
   }
   if (!block.any(poisoned)) return;
   if (block.thread() == 0) block.store(&local.found_inf, 1.0f);
-  // By whole elements of 2 and 4 bytes: peers may read a registered buffer meanwhile.
   const auto fill = [&](auto value) {
     auto* at = static_cast<decltype(value)*>(output);
     for (size_t i = static_cast<size_t>(block.thread()); i < bytes / sizeof value;
@@ -96,12 +99,32 @@ class Guard {
   // waited for; they are asked only if the block gives up.
   template <class Ready, class Peer, class Step>
   RINGREDUCE_DEVICE bool until(int n, Ready ready, Peer peer, Step step) {
+    return until(n, ready, peer, step, [](int) { return Cause::kNone; });
+  }
+  // The same; once ready(i) holds, why(i) tells a reason to give up, or kNone.
+  template <class Ready, class Peer, class Step, class Why>
+  RINGREDUCE_DEVICE bool until(int n, Ready ready, Peer peer, Step step, Why why) {
     bool gave_up = false;
     if (!failed_)
-      for (int i = block_.thread(); i < n; i += block_.threads())
-        gave_up |= !poll([&] { return ready(i); }, [&] { return peer(i); }, step(i));
+      for (int i = block_.thread(); i < n; i += block_.threads()) {
+        if (!poll([&] { return ready(i); }, [&] { return peer(i); }, step(i))) {
+          gave_up = true;
+        } else if (const Cause cause = why(i); cause != Cause::kNone) {
+          report(cause, peer(i), step(i));
+          gave_up = true;
+        }
+      }
     failed_ |= block_.any(gave_up);
     return !failed_;
+  }
+
+  // After the block has given up: returns once done(i) holds for all i < n, or after kFarewell.
+  template <class Done>
+  RINGREDUCE_DEVICE void outwait(int n, Done done) {
+    const uint64_t begun = block_.nanoseconds();
+    for (int i = block_.thread(); i < n; i += block_.threads())
+      while (!done(i) && static_cast<int64_t>(block_.nanoseconds() - begun) < kFarewell)
+        Block::pause();
   }
 
   // The end of a block's work; `blocks` share the rank's output of `bytes`.

@@ -8,12 +8,15 @@
 #include "base/dtype.h"
 #include "cuda/kernels/device_layout.h"
 #include "cuda/kernels/ordering.h"
+#include "cuda/kernels/place.h"
 #include "cuda/kernels/reduce_n.h"
 
 namespace ringreduce::cuda {
 
 // Why a rank's kernels gave up.
-enum class Cause : uint32_t { kNone, kTimeout, kAborted };
+// kMismatch: a peer is in another call, or its tensor is
+// not where it can be.
+enum class Cause : uint32_t { kNone, kTimeout, kAborted, kMismatch };
 
 // Hosts set it, in their memory, to end a rank's kernels.  It has many copies, since a GPU fetches
 // a line of host memory for one block at a time: an H200 takes 1.0 us for each.
@@ -64,8 +67,9 @@ struct DeviceComm {
   DeviceLayout layout;
   std::byte* base[kMostRanks];  // each rank's memory (device_layout.h), as mapped here
   Local* local;
-  AbortFlag* abort;  // in the hosts' memory
-  Trouble* trouble;  // in the host's memory
+  AbortFlag* abort;     // in the hosts' memory
+  Trouble* trouble;     // in the host's memory
+  SegmentEntry* table;  // in device memory, of kMostSegments for each rank (place.h); may be null
 };
 
 struct RankCall {
@@ -84,13 +88,10 @@ struct RankCall {
   int root;              // the rank that sends, or kEverybody
 };
 
-// Kernels of 2, 4 and 8 ranks are compiled for that number.
-inline constexpr int kMostFixedRanks = 8;
-
-// The tensors of all ranks, as mapped here, for algorithms that work where they are.
+// A block's part of the tensors of all ranks, as mapped here, in the block's shared memory.
 struct PeerTensors {
-  const std::byte* input[kMostFixedRanks];
-  std::byte* output[kMostFixedRanks];
+  const std::byte* input[kMostRanks];
+  std::byte* output[kMostRanks];
 };
 
 }  // namespace ringreduce::cuda

@@ -16,12 +16,12 @@ struct RanksLaunch {
   RankCall calls[kMostRanksOfLaunch];
 };
 
-// One rank of 2, 4 or 8, with its communicator.  The compiler knows that no store changes an
-// argument, so it loads the addresses of peers once, from the constant memory of arguments.
-struct FixedLaunch {
+// One rank, with its communicator.  The compiler knows that no store changes an argument, so it
+// loads the addresses of peers once, from the constant memory of arguments.
+struct RankLaunch {
   DeviceComm comm;
   RankCall call;
-  PeerTensors tensors;  // zero copy
+  Location location;  // of calls on tensors where they are
 };
 
 // Sizes that kernels are compiled for: 2, 4 and 8 ranks, by the logarithm less 1.
@@ -45,17 +45,18 @@ constexpr bool hasKernel(DeviceAlgorithm algorithm, DType dtype) {
   return algorithm == DeviceAlgorithm::kTwoShot || isFloating(dtype);
 }
 
-// For SUM, and AVG over all ranks, of such dtypes: each takes a FixedLaunch.
+// For SUM, and AVG over all ranks, of such dtypes: each takes a RankLaunch.
 struct FixedKernels {
   const void* one_shot;
   const void* two_shot;  // reduce-scatter too
-  const void* zero_copy;
+  const void* located;
   const void* ll;  // one-shot of small messages
 };
 
 struct Kernels {
   const void* all_reduce[kDeviceAlgorithms];  // each takes a RanksLaunch; null without hasKernel
   FixedKernels fixed[kFixedSizes];            // null for other dtypes
+  const void* located;                        // takes a RankLaunch
   const void* direct;                         // takes a DirectCall
   const void* copy_in;                        // takes a CopyCall
   const void* ring_step;                      // takes a RingStepCall

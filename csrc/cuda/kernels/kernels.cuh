@@ -30,25 +30,33 @@ RINGREDUCE_KERNEL allReduceKernel(const __grid_constant__ RanksLaunch launch) {
 }
 
 template <DeviceAlgorithm algorithm, DType dtype, int ranks>
-RINGREDUCE_KERNEL fixedKernel(const __grid_constant__ FixedLaunch launch) {
+RINGREDUCE_KERNEL fixedKernel(const __grid_constant__ RankLaunch launch) {
   Block block;
   allReduceBlock<algorithm, Element<dtype>, DeviceRules, ranks>(
       block, launch.comm, launch.call, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
 }
 
 template <DType dtype, int ranks>
-RINGREDUCE_KERNEL llKernel(const __grid_constant__ FixedLaunch launch) {
+RINGREDUCE_KERNEL llKernel(const __grid_constant__ RankLaunch launch) {
   Block block;
   llBlock<Element<dtype>, DeviceRules, ranks>(
       block, launch.comm, launch.call, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
 }
 
+// Of any number of ranks, too: `ranks` is 0.
 template <DType dtype, int ranks>
-RINGREDUCE_KERNEL zeroCopyKernel(const __grid_constant__ FixedLaunch launch) {
+RINGREDUCE_KERNEL locatedKernel(const __grid_constant__ RankLaunch launch) {
+  __shared__ PeerTensors peers;
   Block block;
-  zeroCopyBlock<Element<dtype>, DeviceRules, ranks>(block, launch.comm, launch.call, launch.tensors,
-                                                    static_cast<int>(blockIdx.x),
-                                                    static_cast<int>(gridDim.x));
+  const auto run = [&](const RankCall& call) {
+    locatedBlock<Element<dtype>, DeviceRules, ranks>(block, launch.comm, call, launch.location,
+                                                     peers, static_cast<int>(blockIdx.x),
+                                                     static_cast<int>(gridDim.x));
+  };
+  if constexpr (ranks > 0) return run(launch.call);
+  RankCall call = launch.call;
+  readFactor<Element<dtype>>(call);
+  run(call);
 }
 
 template <DType dtype>
@@ -82,7 +90,7 @@ FixedKernels fixedKernels() {
   if constexpr (hasFixedKernels(dtype))
     return {pointerTo(fixedKernel<DeviceAlgorithm::kOneShot, dtype, ranks>),
             pointerTo(fixedKernel<DeviceAlgorithm::kTwoShot, dtype, ranks>),
-            pointerTo(zeroCopyKernel<dtype, ranks>), pointerTo(llKernel<dtype, ranks>)};
+            pointerTo(locatedKernel<dtype, ranks>), pointerTo(llKernel<dtype, ranks>)};
   else
     return {};
 }
@@ -103,6 +111,7 @@ const Kernels& compiled() {
        allReduceOf<DeviceAlgorithm::kRing, dtype>()},
       {fixedKernels<dtype, fixedRanks(0)>(), fixedKernels<dtype, fixedRanks(1)>(),
        fixedKernels<dtype, fixedRanks(2)>()},
+      pointerTo(locatedKernel<dtype, 0>),
       pointerTo(directKernel<dtype>),
       pointerTo(copyInKernel<dtype>),
       pointerTo(ringStepKernel<dtype>)};

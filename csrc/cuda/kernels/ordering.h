@@ -49,6 +49,17 @@ struct DeviceRules {
 #endif
   }
 
+  // A word in the line of a flag, written before the flag is published and read after it was
+  // observed; and one of a table that is read so.
+  template <class Rules>
+  RINGREDUCE_DEVICE static void say(uint64_t& word, uint64_t value) {
+    word = value;
+  }
+  template <class Rules>
+  RINGREDUCE_DEVICE static uint64_t hear(const uint64_t& word) {
+    return word;
+  }
+
   // Two words that carry their own flags.  Each is stored and loaded whole, in no order with
   // anything else (PTX: a vector is accessed as its elements are).
   template <class Rules>

@@ -84,6 +84,46 @@ class PushExchange {
         [&](int) { return step; });
   }
 
+  // ---- with locations (located.h)
+
+  // As post, and says to each peer, in the line of the flag, where this rank's tensors are.
+  RINGREDUCE_DEVICE void post(Of what, uint64_t step, const Location& here) const {
+    block_.sync();
+    if (guard_.failed()) return;
+    for (int i = firstFromTheEnd(); i < size() - 1; i += block_.threads()) {
+      Flag& line = flag(peer(i), what, comm_.rank);
+      const uint64_t words[] = {here.in.segment, here.in.offset, here.out.segment, here.out.offset,
+                                mixed(here.what, step)};
+      RINGREDUCE_UNROLL for (size_t w = 0; w < kLocationWords; ++w)
+          Rules::template say<Rules>((&line.value)[1 + w], words[w]);
+      line.template publish<Rules>(step + 1);
+    }
+  }
+  // As await.  The thread that has seen peer(i) come asks found(i) why this rank cannot go on.
+  template <class Found>
+  RINGREDUCE_DEVICE bool await(Of what, uint64_t step, Found found) const {
+    uint64_t seen = 0;
+    return guard_.until(
+        size() - 1,
+        [&](int i) {
+          seen = flag(comm_.rank, what, peer(i)).template observe<Rules>();
+          return slotIsFilled(step, seen);
+        },
+        [&](int i) { return peer(i); }, [&](int) { return step; },
+        [&](int i) { return slotIsFilled(step + kLeft, seen) ? Cause::kAborted : found(i); });
+  }
+  // What peer(i) has said of itself, for the thread that has seen it come.
+  RINGREDUCE_DEVICE Location location(Of what, int i) const {
+    const uint64_t* words = &flag(comm_.rank, what, peer(i)).value + 1;
+    const auto word = [&](int w) { return Rules::template hear<Rules>(words[w]); };
+    return {{word(0), word(1)}, {word(2), word(3)}, word(4)};
+  }
+  // Tells all peers, in the place of a step, that this rank has given up and comes to none.
+  RINGREDUCE_DEVICE void leave(Of what, uint64_t step) const {
+    for (int i = firstFromTheEnd(); i < size() - 1; i += block_.threads())
+      flag(peer(i), what, comm_.rank).template publish<Rules>(step + 1 + kLeft);
+  }
+
   // For the next kernel; called once, by all threads.
   RINGREDUCE_DEVICE void save(Of what, uint64_t step) const {
     if (block_.thread() == 0) counter(what) = step;
@@ -96,6 +136,11 @@ class PushExchange {
   }
 
  private:
+  // Ahead of every step, so that a flag with it has come to all of them.
+  static constexpr uint64_t kLeft = uint64_t{1} << 62;
+  static constexpr size_t kLocationWords = sizeof(Location) / sizeof(uint64_t);
+  static_assert((1 + kLocationWords) * sizeof(uint64_t) <= kLine);
+
   RINGREDUCE_DEVICE static uint64_t set(uint64_t step) { return slotOf(step, Rules::kSets); }
   RINGREDUCE_DEVICE Flag& flag(int at, Of what, int from) const {
     return *reinterpret_cast<Flag*>(comm_.base[at] + comm_.layout.pushedFlag(channel_, what, from));

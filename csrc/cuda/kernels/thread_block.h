@@ -9,6 +9,7 @@
 //     sync()                 all threads have come here, and each sees what the others wrote before
 //     any(x)                 the same, and whether x is true on any thread
 //     load(p), store(p, v)   data, of up to 16 bytes and aligned to its size
+//     see(x), show(x, v)     a value in memory that the block's threads share
 //     nanoseconds()          a clock, for deadlines
 //     pause()                between two looks at a flag
 #pragma once
@@ -52,6 +53,15 @@ struct DeviceBlock {
   __device__ void store(Pack* to, Pack value) const {
     *reinterpret_cast<uint4*>(to) =
         make_uint4(value.words[0], value.words[1], value.words[2], value.words[3]);
+  }
+
+  template <class T>
+  __device__ T see(const T& shared) const {
+    return shared;
+  }
+  template <class T>
+  __device__ void show(T& shared, T value) const {
+    shared = value;
   }
 
   __device__ static uint64_t nanoseconds() {

@@ -33,6 +33,14 @@ struct DeviceBlock {
   void store(T* to, T value) const {
     *to = value;
   }
+  template <class T>
+  T see(const T& shared) const {
+    return shared;
+  }
+  template <class T>
+  void show(T& shared, T value) const {
+    shared = value;
+  }
   static uint64_t nanoseconds() { return static_cast<uint64_t>(now()); }
   static void pause() { fakePause(); }
 };

@@ -74,7 +74,7 @@ def large(me: Rank) -> None:
     same([gpu], [counters], "integers")
 
 
-@pytest.mark.parametrize("algorithm", ["direct", "oneshot", "twoshot", "ring", "ll"])
+@pytest.mark.parametrize("algorithm", ["direct", "oneshot", "twoshot", "ring", "ll", "located"])
 def test_every_algorithm_has_the_cpus_bits(machine: Machine, algorithm: str) -> None:
     if machine.name == "one GPU" and algorithm != "direct":
         pytest.skip("kernels of ranks that share a GPU in turns cannot wait for each other")

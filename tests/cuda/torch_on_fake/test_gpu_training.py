@@ -42,6 +42,10 @@ def wrap_again_and_again(me: Rank) -> tuple[str, int]:
     device = use_gpu(me)
     network = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(3)]).to(device)
 
+    def used() -> int:
+        left, memory = torch.cuda.mem_get_info()
+        return memory - left
+
     def steps() -> int:
         model = DDP(network, bucket_cap_mb=5, gradient_as_bucket_view=True)
         jobs.attach(model, "hook")
@@ -49,14 +53,14 @@ def wrap_again_and_again(me: Rank) -> tuple[str, int]:
             network.zero_grad()
             model(torch.ones(2, 1024, device=device)).sum().backward()
         torch.cuda.synchronize()
-        left, memory = torch.cuda.mem_get_info()
-        return memory - left
+        return used()
 
     steps()  # makes the communicator
     fake_rules.unmappers()
     first, names, end = steps(), "", time.monotonic() + 20
-    while (more := steps() - first) > BUCKET and time.monotonic() < end:
-        pass
+    steps()
+    while (more := used() - first) > BUCKET and time.monotonic() < end:
+        time.sleep(0.01)
     while not names and time.monotonic() < end:
         names = fake_rules.unmappers()
     return names, more
@@ -64,7 +68,8 @@ def wrap_again_and_again(me: Rank) -> tuple[str, int]:
 
 def test_mappings_of_dropped_buckets_are_closed_by_no_thread_of_the_users(machine: Machine) -> None:
     for names, more in machine.run(wrap_again_and_again, 2):
-        assert names == "ringreduce-free" and more <= BUCKET
+        assert set(names.split()) <= {"ringreduce-free", "ringreduce-map"} and names
+        assert more <= BUCKET
 
 
 def test_ranks_that_run_out_of_inputs(machine: Machine) -> None:

@@ -1,0 +1,555 @@
+// The boards of a process, the thread that serves them, and the messages between ranks.
+#include "cuda/memory/segment_board.h"
+
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/error.h"
+#include "base/fd.h"
+#include "base/thread.h"
+#include "bootstrap/unix_socket.h"
+#include "cuda/cuda_errors.h"
+#include "cuda/memory/closer.h"
+#include "cuda/memory/device_memory.h"
+#include "cuda/memory/own_memory.h"
+#include "group/agreement.h"
+#include "group/exchange_fds.h"
+
+namespace ringreduce::cuda {
+
+// Not without a name: State has such members, and may be compiled with other files as one.
+namespace board {
+
+// How often the thread tries again to send to a rank whose socket is full.
+constexpr int kRetryMs = 5;
+
+constexpr size_t slotOf(uint64_t number) {
+  return static_cast<size_t>(number % kMostSegments);
+}
+
+// ---- the thread
+
+// Serves all boards of this process; ends when there is none.
+class Mapper : public std::enable_shared_from_this<Mapper> {
+ public:
+  using Board = std::shared_ptr<SegmentBoard::State>;
+
+  static std::shared_ptr<Mapper> ofThisProcess() {
+    static PerProcess<Mapper> all;
+    return all.get([] { return std::make_shared<Mapper>(); });
+  }
+  Mapper() : wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+    if (!wake_) throwErrno(Failure::kSetup, "no descriptor for the thread that maps GPU memory");
+  }
+
+  void add(const Board& board) {
+    const std::lock_guard lock(mutex_);
+    if (!runs_)
+      startThread("ringreduce-map", "that maps other ranks' GPU memory",
+                  [self = shared_from_this()] { self->run(); })
+          .detach();
+    runs_ = true;
+    boards_.push_back(board);
+    wake();
+  }
+  // Returns at once: the thread may still be at it.
+  void remove(const SegmentBoard::State* board) {
+    const std::lock_guard lock(mutex_);
+    std::erase_if(boards_, [&](const Board& one) { return one.get() == board; });
+    wake();
+  }
+  void wake() {
+    const uint64_t one = 1;
+    (void)!::write(wake_.get(), &one, sizeof one);  // full: it is awake
+  }
+
+ private:
+  void run();
+
+  const Fd wake_;
+  std::mutex mutex_;
+  std::vector<Board> boards_;
+  bool runs_ = false;
+};
+
+// ---- messages
+
+struct Message {
+  enum class What : uint8_t {
+    // of the owner:
+    kOffer,
+    kWithdraw,
+    // of a peer:
+    kMapped,
+    kRefused,
+    kClosed,
+  } what;
+  uint64_t number;
+  std::shared_ptr<OwnSegment> segment = nullptr;  // of an offer
+};
+constexpr const char* kWords[] = {"offer", "withdraw", "mapped", "refused", "closed"};
+
+std::optional<Message::What> whatOf(const std::string& word) {
+  for (size_t i = 0; i < std::size(kWords); ++i)
+    if (word == kWords[i]) return static_cast<Message::What>(i);
+  return std::nullopt;
+}
+
+struct Ends {
+  Fd inbox, others;  // what is written to `others` is read from `inbox`
+};
+Ends makeInbox() {
+  int ends[2];
+  if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, ends) != 0)
+    throwErrno(Failure::kSetup, "cannot make a Unix socket");
+  return {Fd(ends[0]), Fd(ends[1])};
+}
+
+}  // namespace board
+using namespace board;
+
+// ---- a board
+
+class SegmentBoard::State {
+ public:
+  State(Group& group, const PeerMemory& memory)
+      : group_(group.weak_from_this()),
+        name_(group.options().name),
+        rank_(group.rank()),
+        size_(group.size()),
+        device_(memory.device()),
+        residents_(memory.residents()),
+        reaches_(size_ > 1 && (memory.access() == MemoryAccess::kPointer ||
+                               memory.access() == MemoryAccess::kDescriptor)),
+        peers_(static_cast<size_t>(size_)) {
+    for (int r = 0; r < size_; ++r) peers_[static_cast<size_t>(r)].name = group.options().shown(r);
+  }
+
+  // Collective.
+  void connect(Group& group) {
+    Ends ends;
+    agreeOnStatus(group, [&] {
+      const size_t bytes = static_cast<size_t>(size_) * kMostSegments * sizeof(SegmentEntry);
+      stream_ = std::make_unique<Stream>(device_, kNever);
+      table_ = allocate(device_, bytes);
+      stream_->zero(table_->data(), bytes);
+      if (reaches_) ends = makeInbox();
+    });
+    if (!reaches_) return;
+    std::vector<Fd> fds = exchangeFds(group, ends.others.get(), "GPU memory for tensors");
+    inbox_ = std::move(ends.inbox);
+    for (int r = 0; r < size_; ++r)
+      if (r != rank_) peer(r).outbox = std::move(fds[static_cast<size_t>(r)]);
+    // A rank that makes no board must not be offered memory.
+    agreeOnStatus(group, [&] { mapper_ = Mapper::ofThisProcess(); });
+  }
+  bool reaches() const { return reaches_; }
+  Mapper& mapper() const { return *mapper_; }
+  int generation() const { return generation_; }
+  const MemoryPtr& table() const { return table_; }
+
+  // --- in users' threads
+
+  Place find(const void* data, size_t bytes) {
+    if (!reaches_) return {};
+    const std::shared_ptr<OwnSegment> segment = ownSegmentOf(data, bytes);
+    if (!segment || segment->device() != device_) return {};
+    const std::lock_guard lock(mutex_);
+    const auto known = slots_.find(segment->id());
+    const Own* const own = known != slots_.end() ? &own_[known->second] : offer(segment);
+    if (!own) return {};
+    return {.segment = own->number,
+            .offset = static_cast<uint64_t>(static_cast<const std::byte*>(data) - segment->data())};
+  }
+
+  bool isMapped(uint64_t number) const {
+    return number != 0 && mapped_[slotOf(number)].load(std::memory_order_acquire) == number;
+  }
+
+  void keep(uint64_t number) {
+    const std::lock_guard lock(mutex_);
+    if (Own& own = own_[slotOf(number)]; own.number == number && own.segment) own.segment->keep();
+  }
+
+  // --- in the mapping thread
+
+  int inbox() const { return inbox_.get(); }
+  // Does what there is to do.  True if it must be tried again soon.
+  bool serve() {
+    receive();
+    lookAtOwn();
+    bool rest = false;
+    for (Peer& peer : peers_) rest = flush(peer) || rest;
+    return rest;
+  }
+
+ private:
+  enum class Answer : uint8_t { kNone, kMapped, kRefused, kClosed };
+  struct Own {
+    uint64_t number = 0;  // the last one in this slot
+    bool is_used = false, is_offered = false, is_withdrawn = false;
+    std::shared_ptr<OwnSegment> segment = nullptr;  // until it is withdrawn
+    std::vector<Answer> answers = {};               // by rank
+  };
+  struct Theirs {
+    uint64_t number = 0;
+    MemoryPtr memory = nullptr;                     // mapped here, or
+    std::shared_ptr<OwnSegment> segment = nullptr;  // of a rank of this process on this GPU
+  };
+  struct Peer {
+    std::string name;
+    Fd outbox;  // none: it is this rank, or has gone
+    std::deque<Message> waiting = {};
+    std::array<Theirs, kMostSegments> segments = {};
+  };
+
+  Peer& peer(int r) { return peers_[static_cast<size_t>(r)]; }
+
+  // With the lock held.
+  Own* offer(const std::shared_ptr<OwnSegment>& segment) {
+    const auto free = std::ranges::find(own_, false, &Own::is_used);
+    if (free == own_.end()) return nullptr;
+    const auto slot = static_cast<uint64_t>(free - own_.begin());
+    const uint64_t number = free->number == 0 ? slot + kMostSegments : free->number + kMostSegments;
+    *free = {.number = number,
+             .is_used = true,
+             .segment = segment,
+             .answers = std::vector<Answer>(static_cast<size_t>(size_))};
+    slots_[segment->id()] = slot;
+    mapper().wake();
+    return &*free;
+  }
+
+  bool hasFailed() const {
+    const std::shared_ptr<Group> group = group_.lock();
+    return !group || group->failed();
+  }
+
+  void sendAll(const Message& message) {
+    for (Peer& peer : peers_)
+      if (peer.outbox) peer.waiting.push_back(message);
+  }
+
+  // Offers what is new, and withdraws what is over.
+  void lookAtOwn() {
+    for (Own& own : own_) {
+      std::shared_ptr<OwnSegment> segment;
+      uint64_t number = 0;
+      bool is_new = false, is_over = false;
+      {
+        const std::lock_guard lock(mutex_);
+        if (!own.is_used) continue;
+        number = own.number;
+        segment = own.segment;
+        if (segment) {
+          is_new = !std::exchange(own.is_offered, true);
+          is_over = segment->isOver();
+          if (is_over) {
+            slots_.erase(segment->id());
+            own.segment = nullptr;
+            own.is_withdrawn = true;
+            own.is_used = !is_new;  // else nobody knows of it
+          }
+        }
+      }
+      if (is_over && is_new) continue;
+      if (is_new) {
+        sendAll({.what = Message::What::kOffer, .number = number, .segment = segment});
+        segment->whenOver([mapper = mapper_] { mapper->wake(); });
+      }
+      if (is_over) {
+        mapped_[slotOf(number)].store(0, std::memory_order_release);
+        clearEntry(rank_, number);
+        // Kernels of peers may not have ended yet where calls have failed.
+        if (!hasFailed()) sendAll({.what = Message::What::kWithdraw, .number = number});
+      }
+      settle(own, segment);
+    }
+  }
+
+  // Whether all peers have answered so.
+  bool all(const Own& own, Answer answer, bool or_gone) {
+    for (int r = 0; r < size_; ++r)
+      if (r != rank_ && own.answers[static_cast<size_t>(r)] != answer &&
+          !(or_gone && !peer(r).outbox))
+        return false;
+    return true;
+  }
+
+  // Uses the answers of peers.
+  void settle(Own& own, const std::shared_ptr<OwnSegment>& segment) {
+    uint64_t number = 0;
+    {
+      const std::lock_guard lock(mutex_);
+      if (own.is_withdrawn && all(own, Answer::kClosed, /*or_gone=*/true)) own.is_used = false;
+      if (own.is_withdrawn || !segment || !all(own, Answer::kMapped, /*or_gone=*/false)) return;
+      number = own.number;
+    }
+    if (isMapped(number) ||
+        !writeEntry(rank_, {.number = number, .data = segment->data(), .bytes = segment->bytes()}))
+      return;
+    mapped_[slotOf(number)].store(number, std::memory_order_release);
+  }
+
+  // True if some is left that the peer could not take yet.
+  bool flush(Peer& to) {
+    while (to.outbox && !to.waiting.empty()) {
+      const Message& message = to.waiting.front();
+      const auto& segment = message.segment;
+      std::vector<int> fds;
+      Fields fields{{"what", kWords[static_cast<size_t>(message.what)]},
+                    {"rank", std::to_string(rank_)},
+                    {"number", std::to_string(message.number)}};
+      if (segment) {
+        fields["id"] = std::to_string(segment->id());
+        fields["bytes"] = std::to_string(segment->bytes());
+        if (!isBeside(to)) fds.push_back(segment->fd());
+      }
+      switch (trySendPacket(to.outbox, encode(fields), fds)) {
+        case Sent::kMessage:
+          to.waiting.pop_front();
+          break;
+        case Sent::kNotYet:
+          return true;
+        case Sent::kGone:
+          to.outbox.reset();
+          to.waiting.clear();
+      }
+    }
+    return false;
+  }
+
+  // Whether it has the same memory at the same addresses.
+  bool isBeside(const Peer& other) const {
+    const Resident& own = residents_[static_cast<size_t>(rank_)];
+    const Resident& theirs = residents_[static_cast<size_t>(&other - peers_.data())];
+    return own.sharesProcess(theirs) && own.sharesGpu(theirs);
+  }
+
+  void receive() {
+    while (inbox_) {
+      Packet packet;
+      std::string obstacle;
+      try {
+        switch (receivePacket(inbox_, packet)) {
+          case Received::kNothingYet:
+            return;
+          case Received::kClosed:  // no other rank has its end any more
+            inbox_.reset();
+            return;
+          case Received::kMessage:
+            break;
+        }
+      } catch (const Error& error) {  // no descriptors left for what it sent
+        obstacle = error.what();
+      }
+      take(packet, obstacle);
+    }
+  }
+
+  void take(Packet& packet, const std::string& obstacle) {
+    const Fields fields = decode(packet.bytes);
+    const auto what = whatOf(fieldOf(fields, "what"));
+    const int64_t from = ringreduce::number(fields, "rank");
+    const int64_t number = ringreduce::number(fields, "number");
+    if (!what || from < 0 || from >= size_ || from == rank_ || number <= 0) return;
+    Peer& peer = peers_[static_cast<size_t>(from)];
+    const auto which = static_cast<uint64_t>(number);
+    switch (*what) {
+      case Message::What::kOffer: {
+        const bool done = map(static_cast<int>(from), which, fields, packet, obstacle);
+        peer.waiting.push_back(
+            {.what = done ? Message::What::kMapped : Message::What::kRefused, .number = which});
+        break;
+      }
+      case Message::What::kWithdraw:
+        close(static_cast<int>(from), which);
+        peer.waiting.push_back({.what = Message::What::kClosed, .number = which});
+        break;
+      case Message::What::kMapped:
+        note(static_cast<int>(from), which, Answer::kMapped);
+        break;
+      case Message::What::kRefused:
+        note(static_cast<int>(from), which, Answer::kRefused);
+        break;
+      case Message::What::kClosed:
+        note(static_cast<int>(from), which, Answer::kClosed);
+    }
+  }
+
+  void note(int from, uint64_t number, Answer answer) {
+    const std::lock_guard lock(mutex_);
+    if (Own& own = own_[slotOf(number)]; own.is_used && own.number == number)
+      own.answers[static_cast<size_t>(from)] = answer;
+  }
+
+  // Maps what rank `from` offers; false if that cannot be done.
+  bool map(int from, uint64_t number, const Fields& fields, Packet& packet,
+           const std::string& obstacle) {
+    Peer& owner = peer(from);
+    Theirs& slot = owner.segments[slotOf(number)];
+    const auto bytes =
+        static_cast<uint64_t>(std::max<int64_t>(0, ringreduce::number(fields, "bytes")));
+    try {
+      if (!obstacle.empty()) throw Error(Failure::kSetup, obstacle);
+      if (slot.number != 0 || bytes == 0)
+        throw Error(Failure::kSetup, "its offer does not fit what it has offered before");
+      Theirs mapped{.number = number};
+      std::byte* data = nullptr;
+      if (isBeside(owner)) {
+        mapped.segment = ownSegmentWithId(static_cast<uint64_t>(ringreduce::number(fields, "id")));
+        if (!mapped.segment) return false;  // over by now
+        data = mapped.segment->data();
+      } else {
+        if (packet.fds.size() != 1) throw Error(Failure::kSetup, "its descriptor has not come");
+        const ExportedPiece piece{.fd = std::move(packet.fds[0]), .bytes = bytes};
+        mapped.memory = mapExported(device_, std::span(&piece, 1));
+        data = mapped.memory->data();
+      }
+      if (!writeEntry(from, {.number = number, .data = data, .bytes = bytes})) return false;
+      slot = std::move(mapped);
+      return true;
+    } catch (const Error& error) {
+      if (!std::exchange(told_, true))
+        log("rank " + peer(rank_).name + " of group '" + name_ + "' cannot map memory of rank " +
+            owner.name + ", so calls on tensors there copy them: " + error.what());
+      return false;
+    }
+  }
+
+  void close(int from, uint64_t number) {
+    Theirs& slot = peer(from).segments[slotOf(number)];
+    if (slot.number != number) return;  // it was refused
+    clearEntry(from, number);
+    slot = {};
+  }
+
+  SegmentEntry* entryOf(int rank, uint64_t number) const {
+    return reinterpret_cast<SegmentEntry*>(table_->data()) +
+           static_cast<size_t>(rank) * kMostSegments + slotOf(number);
+  }
+
+  // Both return when the table in the GPU's memory is so.  False: CUDA has failed.
+  bool writeEntry(int rank, const SegmentEntry& entry) {
+    SegmentEntry* const to = entryOf(rank, entry.number);
+    return write(&to->data, &entry.data, sizeof entry - sizeof entry.number) &&
+           write(&to->number, &entry.number, sizeof entry.number);
+  }
+  bool clearEntry(int rank, uint64_t number) {
+    const uint64_t none = 0;
+    return write(&entryOf(rank, number)->number, &none, sizeof none);
+  }
+  bool write(void* to, const void* from, size_t bytes) {
+    if (!works_) return false;
+    try {
+      stream_->copy(to, from, bytes);
+    } catch (const Error& error) {
+      works_ = false;
+      log("rank " + peer(rank_).name + " of group '" + name_ +
+          "' maps no more memory of other ranks: " + error.what());
+    }
+    return works_;
+  }
+
+  const std::weak_ptr<Group> group_;
+  const std::string name_;
+  const int rank_, size_, device_;
+  const int generation_ = forkGeneration();
+  const std::vector<Resident> residents_;
+  const bool reaches_;
+  std::shared_ptr<Mapper> mapper_;
+  std::unique_ptr<Stream> stream_;
+  MemoryPtr table_;
+
+  std::mutex mutex_;  // of own_ and slots_
+  std::array<Own, kMostSegments> own_;
+  std::map<uint64_t, size_t> slots_;                           // by the id of what is offered
+  std::array<std::atomic<uint64_t>, kMostSegments> mapped_{};  // numbers that all peers map
+
+  // The mapping thread's.
+  Fd inbox_;
+  std::vector<Peer> peers_;  // by rank
+  bool told_ = false, works_ = true;
+};
+
+namespace board {
+
+void Mapper::run() {
+  for (;;) {
+    std::vector<Board> boards;
+    {
+      const std::lock_guard lock(mutex_);
+      if (boards_.empty()) {
+        runs_ = false;
+        return;
+      }
+      boards = boards_;
+    }
+    uint64_t wakes = 0;  // before the look at what woke it
+    (void)!::read(wake_.get(), &wakes, sizeof wakes);
+    bool again = false;
+    std::vector<pollfd> wanted{{.fd = wake_.get(), .events = POLLIN, .revents = 0}};
+    for (const Board& board : boards) {
+      again = board->serve() || again;
+      // A negative descriptor is passed over.
+      wanted.push_back({.fd = board->inbox(), .events = POLLIN, .revents = 0});
+    }
+    // What is removed meanwhile is given back elsewhere.
+    ::poll(wanted.data(), wanted.size(), again ? kRetryMs : -1);
+  }
+}
+
+}  // namespace board
+
+SegmentBoard::SegmentBoard(Group& group, const PeerMemory& memory)
+    : state_(std::make_shared<State>(group, memory)) {
+  state_->connect(group);
+  if (!state_->reaches()) return;
+  try {
+    agreeOnStatus(group, [&] { state_->mapper().add(state_); });
+  } catch (...) {
+    state_->mapper().remove(state_.get());
+    throw;
+  }
+}
+
+SegmentBoard::~SegmentBoard() {
+  if (forkGeneration() != state_->generation()) {  // the parent's, as its thread is
+    (void)new std::shared_ptr<State>(state_);
+    return;
+  }
+  if (state_->reaches()) state_->mapper().remove(state_.get());
+  closeLater([state = state_] {});
+}
+
+Place SegmentBoard::find(const void* data, size_t bytes) {
+  return state_->find(data, bytes);
+}
+bool SegmentBoard::isMapped(Place place) const {
+  return state_->isMapped(place.segment);
+}
+void SegmentBoard::keep(Place place) {
+  state_->keep(place.segment);
+}
+const SegmentEntry* SegmentBoard::table() const {
+  return reinterpret_cast<const SegmentEntry*>(state_->table()->data());
+}
+size_t SegmentBoard::bytes() const {
+  return state_->table()->bytes();
+}
+
+}  // namespace ringreduce::cuda

@@ -1,0 +1,62 @@
+// Which memory of a rank its peers map, so that kernels can use tensors there in place.
+//
+// A rank's own memory (own_memory.h) is offered to the other ranks of its host when a call first
+// meets a tensor in it.  A thread, one for all boards of a process, maps what peers offer, writes
+// it into a table in its GPU's memory that kernels read (kernels/place.h), and only then says so.
+// When all peers have said so, the owner's own table says that its kernels may use the memory.  No
+// rank waits, and ranks need not agree: as long as a peer has not mapped it, tensors in it are
+// copied.  A peer that cannot map it refuses; then they go on to be copied.
+//
+//   owner  find: offers    all have mapped: writes own table     over: clears it, withdraws
+//   peer          maps, writes table, says so                          clears, closes, says so
+//
+// A slot of the tables is used again when all peers have closed what was there.  By then memory is
+// over (OwnSegment::isOver), so the owner's calls that used it have ended on its GPU, and with them
+// all reads and writes of peers.  In a group that has failed that need not be so, and nothing is
+// withdrawn.
+//
+// Ranks send each other messages with descriptors.  Each has a socket of which only the others have
+// the other end (group/exchange_fds.h).  The thread sleeps until a message comes, or memory is
+// offered or over.  Memory of a rank that dies stays mapped at its peers until their boards go.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+
+#include "cuda/kernels/place.h"
+#include "cuda/memory/peer_memory.h"
+#include "group/group.h"
+
+namespace ringreduce::cuda {
+
+class SegmentBoard {
+ public:
+  // Collective.  `memory` is of the same ranks and GPUs: where it goes by descriptors or pointers
+  // own memory can be mapped, and else no memory is ever found.  Throws the same Error on all
+  // ranks; the group stays usable.
+  SegmentBoard(Group& group, const PeerMemory& memory);
+  // No kernel of this rank may use the table, or memory of peers, any more.  Does not wait.
+  ~SegmentBoard();
+  SegmentBoard(const SegmentBoard&) = delete;
+  SegmentBoard& operator=(const SegmentBoard&) = delete;
+
+  // Where these bytes are, if own memory on this rank's GPU holds them all; it is offered to peers
+  // if it was not.  None if it does not, or if kMostSegments pieces are on the board.  Neither
+  // calls CUDA nor waits.
+  Place find(const void* data, size_t bytes);
+  // Whether all peers map it, and the own table says so.
+  bool isMapped(Place place) const;
+  // The memory of a place that `find` has given is never given back: a CUDA graph has its address.
+  void keep(Place place);
+
+  // In memory of this rank's GPU: kMostSegments for each rank.
+  const SegmentEntry* table() const;
+  size_t bytes() const;  // of it
+
+  class State;
+
+ private:
+  const std::shared_ptr<State> state_;
+};
+
+}  // namespace ringreduce::cuda
