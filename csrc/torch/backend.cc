@@ -572,7 +572,8 @@ at::Tensor Backend::allocateTensor(long size, at::TensorOptions options) {
     size *= 2;
     options = options.dtype(c10::toRealValueType(dtype));
   }
-  if (options.device().is_cuda() && gpuIfAny()) return at::empty({size}, options);
+  if (const auto gpu = gpuIfAny(); gpu && options.device().is_cuda())
+    return gpu->allocateTensor(size, options);
   TORCH_CHECK_VALUE(options.device().is_cpu(), "ringreduce allocateTensor: on ", options.device());
   const std::shared_ptr<Group> group = groupIfAny();
   if (group) try {
@@ -589,7 +590,7 @@ at::Tensor Backend::allocateTensor(long size, at::TensorOptions options) {
 
 void Backend::lendBuckets() {
   const std::shared_ptr<Group> group = groupIfAny();
-  if (!group || !group->epoch()->usesTensorsInPlace()) return;
+  if (!gpuIfAny() && (!group || !group->epoch()->usesTensorsInPlace())) return;
   const std::lock_guard lock(group_mutex_);
   lends_buckets_ = BucketSwitch::turnOn();
 }

@@ -208,9 +208,9 @@ class Backend final : public c10d::Backend {
   void shutdown() override;
 
   // Memory that is aligned to pages, in huge ones where the system has them.  In a group on one
-  // host its peers can map it, unless no descriptors are left.  On a GPU it is the caching
-  // allocator's: DDP's buckets are registered when the hook sees them.  While DDP takes its buckets
-  // from here, it gets `size` complex numbers as 2 * `size` real ones, and so does everybody else.
+  // host its peers can map it, unless no descriptors are left.  On a GPU: GpuBackend's.  While DDP
+  // takes its buckets from here, it gets `size` complex numbers as 2 * `size` real ones, and so
+  // does everybody else.
   bool supportsTensorAlloc(c10::DeviceIndex device) override { return device < 0 || gpu_; }
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
   // DDP takes its buckets' memory from there until the group is destroyed, if its peers can map

@@ -32,6 +32,7 @@
 #include "cuda/communicator/host_communicator.h"
 #include "cuda/cuda_stream.h"
 #include "cuda/internode/internode_communicator.h"
+#include "cuda/memory/own_memory.h"
 #endif
 
 namespace ringreduce {
@@ -57,6 +58,15 @@ std::shared_ptr<cuda::GpuCommunicator> makeInterNodeCommunicator(
 
 CUstream_st* handleOf(const c10::Stream& stream) {
   return c10::cuda::CUDAStream(stream).stream();
+}
+
+std::shared_ptr<void> makeOwnMemory(c10::Device device, size_t bytes,
+                                    std::vector<c10::Stream> streams) {
+  return cuda::ownMemory(device.index(), bytes, [device, streams = std::move(streams)] {
+    std::vector<CUstream_st*> handles{c10::cuda::getCurrentCUDAStream(device.index()).stream()};
+    for (const c10::Stream& stream : streams) handles.push_back(handleOf(stream));
+    return handles;
+  });
 }
 
 bool isCapturing(c10::Device device) {
@@ -91,6 +101,10 @@ std::shared_ptr<cuda::GpuCommunicator> makeInterNodeCommunicator(const std::shar
 }
 
 CUstream_st* handleOf(const c10::Stream&) {
+  withoutCuda();
+}
+
+std::shared_ptr<void> makeOwnMemory(c10::Device, size_t, std::vector<c10::Stream>) {
   withoutCuda();
 }
 
@@ -420,6 +434,46 @@ void moveTo(std::shared_ptr<void> memory, const c10::Storage& storage, const c10
 }
 
 }  // namespace
+
+// Small tensors would waste what such memory is rounded up to, blocks of 2 MiB.
+constexpr size_t kLeastOwn = 1 << 20;
+
+std::shared_ptr<void> GpuBackend::ownMemoryFor(c10::Device device, const DeviceContext& context,
+                                               size_t bytes) {
+  // What a graph's capture allocates must stay as long as the graph, which torch sees to.
+  if (bytes < kLeastOwn || !context.communicator->usesOwnMemory(bytes) || isCapturing(device))
+    return nullptr;
+  const auto beside = besideCaptures();
+  const c10::DeviceGuard on(device);
+  try {
+    return makeOwnMemory(
+        device, bytes, {guardOf(device).getStream(device), context.stream, context.marks->beside});
+  } catch (const Error& error) {
+    if (!told_no_memory_.exchange(true))
+      log("rank " + std::to_string(rank_) + " takes memory of a DDP bucket or another tensor, " +
+          std::to_string(bytes) +
+          " bytes, from torch's allocator, so calls on it copy it: " + error.what());
+  }
+  return nullptr;
+}
+
+at::Tensor GpuBackend::allocateTensor(long size, at::TensorOptions options) {
+  const c10::Device wanted = options.device();
+  const c10::Device device =
+      wanted.has_index() ? wanted : c10::impl::VirtualGuardImpl(wanted.type()).getDevice();
+  // No communicator is made here: that would wait for the other ranks.
+  std::shared_ptr<DeviceContext> context;
+  if (const auto all = contexts(); all.contains(device.index())) context = all.at(device.index());
+  const size_t bytes = static_cast<size_t>(size) * options.dtype().itemsize();
+  std::shared_ptr<void> memory = context ? ownMemoryFor(device, *context, bytes) : nullptr;
+  if (!memory) return at::empty({size}, options);
+  void* const data = memory.get();
+  return at::for_blob(data, {size})
+      .deleter([memory = std::move(memory)](void*) mutable { memory.reset(); })
+      .options(options.device(device))
+      .target_device(device)
+      .make_tensor();
+}
 
 // DDP makes new buckets on all ranks at once, so a bucket is new to all ranks or to none, except in
 // torch's Join, where the hook does not call this.  Peers map the bucket's memory, so the

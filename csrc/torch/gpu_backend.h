@@ -42,6 +42,10 @@ std::shared_ptr<cuda::GpuCommunicator> makeInterNodeCommunicator(
     const std::shared_ptr<Group>& group, c10::Device device, int ranks_on_device);
 // As the communicator takes it.
 CUstream_st* handleOf(const c10::Stream& stream);
+// Memory that peers can map (cuda/memory/own_memory.h), which is given back behind what is then in
+// these streams and in the current one.  Throws Error.
+std::shared_ptr<void> makeOwnMemory(c10::Device device, size_t bytes,
+                                    std::vector<c10::Stream> streams);
 // Whether the device's current stream is captured into a CUDA graph.
 bool isCapturing(c10::Device device);
 
@@ -74,6 +78,10 @@ class GpuBackend final : public c10d::Backend {
   // The average over all ranks, in place, of one DDP bucket.
   BucketAverage averageBucket(const at::Tensor& bucket, uint64_t borders, Context context,
                               bool registers);
+
+  // An uninitialised tensor of so many elements: in memory that peers can map, where calls on it
+  // are then faster, or in the caching allocator's.
+  at::Tensor allocateTensor(long size, at::TensorOptions options) override;
 
   void startCoalescing() override;
   WorkPtr endCoalescing() override;
@@ -134,6 +142,9 @@ class GpuBackend final : public c10d::Backend {
     return contextOf(device)->communicator->performs(kind);
   }
   WorkPtr enqueue(Job job, c10::Device device, bool async, const Tensors& used, const Put& put);
+  // Null, with a word in the log, if there is none to be had.
+  std::shared_ptr<void> ownMemoryFor(c10::Device device, const DeviceContext& context,
+                                     size_t bytes);
   void registerBucket(const at::Tensor& bucket);
   // The backend that takes a call which no communicator performs.  The caller keeps it alive, even
   // if the group shuts down meanwhile.
@@ -148,6 +159,7 @@ class GpuBackend final : public c10d::Backend {
   const MakeCommunicator make_communicator_;
   const MakeNccl make_nccl_;
   const BackendPtr staged_;
+  std::atomic<bool> told_no_memory_ = false;
   // Guards the rest; held while an operation is put into its stream.  Recursive: a wait for other
   // ranks runs Python's signal handlers meanwhile, and these may end the group.
   std::mutex buckets_mutex_;  // of DeviceContext::buckets, and held while one is registered

@@ -124,6 +124,10 @@ class GpuCommunicator {
   // Whether it calls NCCL, which must not happen within the caller's own group of NCCL calls.
   virtual bool callsNccl() const { return false; }
 
+  // Whether calls on so many bytes use a tensor where it is, if it lies in own memory
+  // (memory/own_memory.h); the same on all ranks.  Ranks need not agree on tensors.
+  virtual bool usesOwnMemory(size_t /*bytes*/) const { return false; }
+
   // Whether averages of registered buffers are faster than those of others; the same on all ranks.
   virtual bool gainsByRegistering(DType, size_t /*bytes*/) const { return false; }
   // Memory of at least so many bytes for a buffer that shall be registered, and whose own memory

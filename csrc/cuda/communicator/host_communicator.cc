@@ -205,6 +205,10 @@ const Device& HostCommunicator::device() const {
 MemoryAccess HostCommunicator::access() const {
   return state_->memory->access();
 }
+bool HostCommunicator::usesOwnMemory(size_t bytes) const {
+  const Choice wanted = state_->options.algorithm;
+  return state_->board && wanted != Choice::kDirect && state_->isLocated(bytes, wanted);
+}
 bool HostCommunicator::gainsByRegistering(DType, size_t bytes) const {
   const State& s = *state_;
   const Choice wanted = s.options.algorithm;

@@ -59,6 +59,7 @@ class HostCommunicator final : public GpuCommunicator {
   static void allReduceTogether(std::span<HostCommunicator* const> ranks,
                                 std::span<const GpuAllReduce> calls, CUstream_st* stream);
 
+  bool usesOwnMemory(size_t bytes) const override;
   bool gainsByRegistering(DType dtype, size_t bytes) const override;
   std::shared_ptr<void> lastingMemory(const void* data, size_t bytes,
                                       std::vector<CUstream_st*> users) override;

@@ -9,6 +9,7 @@ from pathlib import Path
 import fake_rules
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import Machine
 from gpu_jobs import use_gpu
 from pool import Rank
@@ -93,3 +94,55 @@ def test_mixed_precision_with_a_scaler(machine: Machine) -> None:
 
 def test_fsdp2(machine: Machine) -> None:
     assert max(machine.run(jobs.train_sharded, 2)) < 1e-3
+
+
+def tensors_that_peers_map(me: Rank) -> bool:
+    """Sums tensors of the group's own memory, while it is offered, mapped and after.
+
+    Returns whether the memory was the group's own, not torch's.
+    """
+    device = use_gpu(me)
+    group = dist.group.WORLD
+    assert group is not None
+    backend = group._get_backend(device)
+    dist.all_reduce(torch.ones(1, device=device))  # makes the communicator
+
+    def taken() -> int:
+        torch.cuda.synchronize()
+        left, memory = torch.cuda.mem_get_info()
+        return memory - left
+
+    before, torchs = taken(), torch.cuda.memory_allocated()
+    for count, dtype in ((0, torch.float32), (1, torch.uint8), (1000, torch.float32)):
+        small = backend.allocate_tensor(count, dtype=dtype, device=device)
+        assert small.dtype == dtype and small.numel() == count and small.device == device
+    del small
+    kept = backend.allocate_tensor(BUCKET // 4, dtype=torch.float32, device=device)
+    own = torch.cuda.memory_allocated() == torchs
+    for step in range(20):
+        kept.fill_(me.rank + step)
+        dist.all_reduce(kept)
+        total = sum(r + step for r in range(me.world_size))
+        assert bool((kept == total).all()), step
+        time.sleep(0.005)
+    view = kept[1 : 1 + BUCKET // 8]  # an odd place at one rank, others in torch's memory
+    mixed = view.fill_(1) if me.rank == 0 else torch.ones(BUCKET // 8, device=device)
+    for _ in range(3):
+        mixed.fill_(1)
+        dist.all_reduce(mixed)
+        assert bool((mixed == me.world_size).all())
+    del kept, view, mixed
+    torch.cuda.empty_cache()
+    end = time.monotonic() + 20
+    while taken() - before >= BUCKET and time.monotonic() < end:
+        time.sleep(0.01)
+    assert taken() - before < BUCKET
+    return own
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "located"])
+def test_tensors_in_memory_that_peers_map(machine: Machine, algorithm: str) -> None:
+    if algorithm == "located" and machine.name == "one GPU":
+        pytest.skip("processes take turns there")
+    found = machine.run(tensors_that_peers_map, 2, RINGREDUCE_CUDA_ALGORITHM=algorithm)
+    assert len(set(found)) == 1 and (found[0] or algorithm == "auto")
