@@ -30,8 +30,14 @@ _NO_ALGORITHM = _NO_OP = _NO_CODEC = 255
 
 
 def on_gpus(gpu: int) -> str:
-    """What the name of a group ends in where its GPU operations are meant, which count for
-    themselves: of the GPU of that number among those that this rank has used; -1: of CPUs."""
+    """The end of a group's name where its GPU operations are meant, which count for themselves.
+
+    Args:
+        gpu: its number among those that this rank has used; -1: CPUs.
+
+    Returns:
+        ", on GPUs", with a number from the second GPU on, or "".
+    """
     return "" if gpu < 0 else f", on GPUs{f', {gpu + 1}' if gpu else ''}"
 
 

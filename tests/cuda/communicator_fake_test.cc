@@ -74,7 +74,10 @@ void run(int size, bool apart, const OfRank& body) {
     comm.reset();
     CHECK(now() - begin < 4 * kSecond);
   });
-  if (!fake::hasRuins()) CHECK_EQ(fake::leftovers(), "");  // nothing can be given back there
+  if (fake::hasRuins()) return;  // nothing can be given back there
+  // A thread of its own closes the board.
+  for (int i = 0; i < 5000 && !fake::leftovers().empty(); ++i) ranks::sleepMs(1);
+  CHECK_EQ(fake::leftovers(), "");
 }
 
 // Ends a test that ruins a GPU.
@@ -225,7 +228,7 @@ TEST(integers_and_truth_values_go_by_two_shot_whatever_is_asked_for) {
         CHECK(static_cast<DeviceAlgorithm>(at) == kernelOf(comm->chosen(count, dtype)));
         return comm->chosen(count, dtype);
       };
-      for (const size_t bytes : {size_t{8}, size_t{1} << 30}) {
+      for (const size_t bytes : {size_t{8}, size_t{128} << 10}) {  // longer ones are located
         for (const DType dtype : {DType::kInt8, DType::kUInt8, DType::kInt16, DType::kInt32,
                                   DType::kInt64, DType::kBool})
           CHECK(algorithmOf(dtype, bytes) == Choice::kTwoShot);

@@ -14,9 +14,9 @@ from pathlib import Path
 # Bytes of one, and of the launches on the host.  What nvcc 13.0 makes for sm_90, and a tenth more;
 # of machine code 15 % more, since sm_100 takes 12 % more.  A change that needs more raises the
 # limit, and says what for.
-MOST_MACHINE_CODE = 2_100_000
-MOST_PTX = 1_020_000
-MOST_ON_HOST = 240_000
+MOST_MACHINE_CODE = 2_610_000
+MOST_PTX = 1_270_000
+MOST_ON_HOST = 300_000
 
 
 def main(build: Path) -> int:

@@ -217,6 +217,7 @@ class LocatedAllReduce {
   }
 
   RINGREDUCE_DEVICE void tellLeft(uint64_t parts, uint64_t results) const {
+    block_.sync();  // behind all that its threads have written
     exchange_.leave(kParts, parts);
     exchange_.leave(kResults, results);
   }
