@@ -1,4 +1,4 @@
-// Measuring, and counting who has heard of whom.
+// Computes the rate of a call, and follows which ranks have heard of each other.
 #include "algorithm/agreed_line.h"
 
 #include <algorithm>

@@ -13,9 +13,8 @@
 
 namespace ringreduce::cuda {
 
-// Why a rank's kernels gave up.
-// kMismatch: a peer is in another call, or its tensor is
-// not where it can be.
+// Why a rank's kernels gave up.  kMismatch: a peer is in another call, or its tensor reaches beyond
+// its segment.
 enum class Cause : uint32_t { kNone, kTimeout, kAborted, kMismatch };
 
 // Hosts set it, in their memory, to end a rank's kernels.  It has many copies, since a GPU fetches

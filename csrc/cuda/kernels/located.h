@@ -14,8 +14,8 @@
 // A rank looks whether its peers map a segment when its kernel runs, so a CUDA graph that was
 // captured before they did goes without copies later.
 //
-// A channel has one piece of each chunk.  If all of a message is longer than the window, it comes
-// in turns, of as many elements at all ranks whoever uses the window.
+// A channel has one piece of each chunk.  A message that is longer than the window is done in
+// turns.  All ranks take the same turns, also those that do not use their windows.
 //
 // Why memory may be used again.  A rank that has all results of a turn knows that all peers have
 // read its line of flags and its input, and have written its output: they publish results after
@@ -25,8 +25,8 @@
 // Those that have not begun with its tensors then never do.  Those that have end with results, or
 // leave too.  It waits for one of both of each peer before its output is filled, and before the
 // kernel ends and the tensors become other tensors.  That ends after kFarewell (guard.h).  Only
-// memory made to be mapped is used in place: it is given back to the driver when the last process
-// has closed it, so a peer that comes to itself even later writes to nobody else's.
+// memory made to be mapped is used in place.  The driver takes it back when the last process has
+// closed it, so a peer that goes on even later writes to no other memory of the driver's.
 //
 // A rank that finds a peer in another call, or a tensor that reaches beyond its segment, gives up
 // before it has touched anything.

@@ -262,7 +262,7 @@ class SegmentBoard::State {
             slots_.erase(segment->id());
             own.segment = nullptr;
             own.is_withdrawn = true;
-            own.is_used = !is_new;  // else nobody knows of it
+            own.is_used = !is_new;  // a slot that was never offered is free at once
           }
         }
       }
