@@ -270,20 +270,6 @@ void HostCommunicator::State::direct(const GpuBroadcast& call, cudaStream_t stre
 
 // ---- registered buffers
 
-namespace {
-
-// Waits for what is in a stream now.  It has no deadline: only the thread that gives memory back
-// waits here, and memory that a GPU may still use must not be given back.
-void await(cudaStream_t stream) {
-  constexpr auto kLook = std::chrono::milliseconds(2);
-  while (captureOf(stream)) std::this_thread::sleep_for(kLook);
-  Event end;
-  end.record(stream);
-  while (!end.isReached()) std::this_thread::sleep_for(kLook);
-}
-
-}  // namespace
-
 std::shared_ptr<void> HostCommunicator::lastingMemory(const void* data, size_t bytes,
                                                       std::vector<CUstream_st*> users) {
   State& s = *state_;
@@ -294,7 +280,11 @@ std::shared_ptr<void> HostCommunicator::lastingMemory(const void* data, size_t b
       return ownMemory(s.device, bytes, [users] { return users; });
     } catch (const CudaError& error) {
       if (error.ruinsProcess()) throw;
-      return nullptr;  // it is copied then
+      log("rank " + s.group->options().shown(rank()) + " of group '" + s.group->options().name +
+          "' copies a buffer of " + std::to_string(bytes) +
+          " bytes in each call, as there is no GPU memory that its peers could map: " +
+          error.what());
+      return nullptr;
     }
   MemoryPtr memory = cuda::lastingMemory(*s.memory, data, bytes);
   if (!memory) return nullptr;

@@ -33,16 +33,6 @@ Registry& registry() {
   return *all;
 }
 
-// Waits for what is in a stream now.  It has no deadline: only the thread that gives memory back
-// waits here, and memory that a GPU may still use must not be given back.
-void await(cudaStream_t stream) {
-  constexpr auto kLook = std::chrono::milliseconds(2);
-  while (captureOf(stream)) std::this_thread::sleep_for(kLook);
-  Event end;
-  end.record(stream);
-  while (!end.isReached()) std::this_thread::sleep_for(kLook);
-}
-
 // To the end of the process.
 void leave(std::shared_ptr<OwnSegment> segment) {
   (void)new std::shared_ptr<OwnSegment>(std::move(segment));
@@ -71,6 +61,14 @@ void giveBack(const std::shared_ptr<OwnSegment>& segment, const StreamUsers& use
 }
 
 }  // namespace
+
+void await(cudaStream_t stream) {
+  constexpr auto kLook = std::chrono::milliseconds(2);
+  while (captureOf(stream)) std::this_thread::sleep_for(kLook);
+  Event end;
+  end.record(stream);
+  while (!end.isReached()) std::this_thread::sleep_for(kLook);
+}
 
 void OwnSegment::whenOver(std::function<void()> then) {
   {

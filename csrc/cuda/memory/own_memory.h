@@ -57,6 +57,10 @@ using StreamUsers = std::function<std::vector<CUstream_st*>()>;
 // owner has let go of it, behind what is in the streams of its users then.
 std::shared_ptr<void> ownMemory(int device, size_t bytes, StreamUsers users);
 
+// Waits for what is in a stream now.  It has no deadline: only the thread that gives memory back
+// waits here, and memory that a GPU may still use must not be given back.
+void await(CUstream_st* stream);
+
 // The piece that holds all of these bytes and still has an owner; null if there is none.
 std::shared_ptr<OwnSegment> ownSegmentOf(const void* data, size_t bytes);
 std::shared_ptr<OwnSegment> ownSegmentWithId(uint64_t id);
