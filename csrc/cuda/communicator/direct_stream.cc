@@ -3,9 +3,7 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
-#include <chrono>
 #include <functional>
-#include <thread>
 #include <utility>
 
 #include "base/bytes.h"
