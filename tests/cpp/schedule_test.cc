@@ -300,7 +300,7 @@ void fill(Streams& streams, int P, int calls) {
                           .numbers = &numbersOf(P, half ? DType::kBFloat16 : DType::kFloat32, op),
                           .count = std::min(count, oracle::kMost / parts),
                           .in_place = random() % 2 == 0,
-                          .place = Place::kApart,
+                          .place = Alignment::kApart,
                           .root = static_cast<int>(random() % static_cast<unsigned>(P))},
                  .shared = random() % 2 == 0,
                  .staged = staged || kind != Kind::kAllReduce,
