@@ -268,13 +268,15 @@ class DiLoCo:
         if group is None:
             raise RuntimeError("call torch.distributed.init_process_group first")
         ranks = set(dist.get_process_group_ranks(group))
-        if len(ranks) > 1 and self._site is not None:
-            if ranks <= set(dist.get_process_group_ranks(self._site)):
-                raise ValueError(
-                    "the DistributedDataParallel model averages the gradients of all of groups' "
-                    f"ranks {sorted(ranks)} in each step, so rounds have nothing to do: make it "
-                    "over the ranks of a site (process_group=), or leave it out"
-                )
+        site = {dist.get_rank()}
+        if self._site is not None:
+            site.update(dist.get_process_group_ranks(self._site))
+        if len(ranks) > 1 and ranks <= site:
+            raise ValueError(
+                "the DistributedDataParallel model averages the gradients of all of groups' ranks "
+                f"{sorted(ranks)} in each step, so rounds have nothing to do: make it over the "
+                "ranks of a site (process_group=), or leave it out"
+            )
 
     def _parts(self, fragment: int | None = None) -> Iterator[tuple[_Message, _Shared]]:
         some = self._fragments if fragment is None else [self._fragments[fragment]]
@@ -283,9 +285,7 @@ class DiLoCo:
                 for part in message.parts:
                     yield message, part
 
-    def _outer(
-        self, given: torch.optim.Optimizer | MakeOptimizer | None
-    ) -> torch.optim.Optimizer:
+    def _outer(self, given: torch.optim.Optimizer | MakeOptimizer | None) -> torch.optim.Optimizer:
         """The outer optimizer, on the global copies."""
         masters = [part.master for _, part in self._parts()]
         if given is None:
@@ -539,7 +539,9 @@ class DiLoCo:
         count = len(self._fragments)
         if self._seconds is None:
             phase = self._step % self._every
-            return [f for f in range(count) if self._every * (f + 1) // count % self._every == phase]
+            return [
+                f for f in range(count) if self._every * (f + 1) // count % self._every == phase
+            ]
         over = clock.now() - self._since >= self._seconds / count
         if self._site is not None and self._site.size() > 1:
             # All ranks of a site must begin at one step, and their clocks are not one.
@@ -584,7 +586,7 @@ class DiLoCo:
         self._rounds += 1
 
     def _await(self, flight: _Flight) -> None:
-        """Waits for a round's averages.  What coding has lost is kept, in units of what was sent."""
+        """Waits for a round's averages.  Keeps what coding has lost, in units of what was sent."""
         if not flight.works:
             return
         assert flight.group is not None

@@ -1,8 +1,8 @@
 """DiLoCo said again: all workers in one process, one after the other, and the codecs in torch.
 
 A message is the fragment's parameters of one wide dtype, each from a multiple of 32 elements on.
-Coded, chunk c belongs to rank c (the cut of oracle.py): the others' addends c+1, c+2, ... are coded,
-the owner adds its own last and uncoded, divides, and the average is coded once more.
+Coded, chunk c belongs to rank c (the cut of oracle.py): the addends of ranks c+1, c+2, ... are
+coded, the owner adds its own last and uncoded, divides, and the average is coded once more.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def train(
         for number, names in enumerate(cut):
             if (step - every * (number + 1) // len(cut)) % every == 0:
                 flying.append((step + overlap, begin(names, step)))
-        for due, averages in [f for f in flying if f[0] == step]:
+        for _, averages in [f for f in flying if f[0] == step]:
             for n, value in wide.items():
                 value.grad = averages.get(n)
             optimizer.step()
