@@ -17,6 +17,7 @@ Rounds are counted and not negotiated: round k is the k-th on every rank.  So ra
 on when one begins, also by time, and a rank that is late is waited for in the round's all-reduce.
 """
 
+import contextlib
 import copy
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -339,7 +340,7 @@ class DiLoCo:
         bits = 0
         for messages in self._fragments:
             for message in messages:
-                bits = zlib.crc32(memoryview(message.values.numpy()), bits)
+                bits = zlib.crc32(message.values.numpy().data, bits)
         if ranks_that_differ(bits, group):
             self.sync_from(ranks[0])
 
@@ -559,7 +560,7 @@ class DiLoCo:
         flight = _Flight(fragment, self._step + self._overlap, [], group=group)
         steps, tokens = self._marks[fragment]
         weight = self._tokens - tokens if self._counts else self._step - steps
-        with noting_errors(group):
+        with self._dropping_rounds(group):
             if self._seconds is not None:
                 weight = max(1, weight)  # a rank without tokens has moved nothing
                 flight.weight = torch.tensor([weight], dtype=torch.float64, device="cpu")
@@ -585,18 +586,24 @@ class DiLoCo:
         self._marks[fragment] = self._step, self._tokens
         self._rounds += 1
 
+    @contextlib.contextmanager
+    def _dropping_rounds(self, group: dist.ProcessGroup) -> Iterator[None]:
+        """Around calls of rounds: after an error none of those under way is applied."""
+        try:
+            with noting_errors(group):
+                yield
+        except BaseException:
+            self._flights.clear()
+            raise
+
     def _await(self, flight: _Flight) -> None:
         """Waits for a round's averages.  Keeps what coding has lost, in units of what was sent."""
         if not flight.works:
             return
         assert flight.group is not None
-        try:
-            with noting_errors(flight.group):
-                for work in flight.works:
-                    work.wait()
-        except BaseException:
-            self._flights.clear()  # those behind it have failed too, or are never applied
-            raise
+        with self._dropping_rounds(flight.group):
+            for work in flight.works:
+                work.wait()
         flight.works = []
         for average, error, message in zip(
             flight.sums, flight.errors, self._fragments[flight.fragment], strict=True

@@ -194,10 +194,18 @@ def test_a_round_in_each_step_is_data_parallel_training(me: Rank) -> None:
         torch.testing.assert_close(*(model.weight for model in models))
 
 
-def by_sites(me: Rank, name: str) -> tuple[str, str, int]:
-    """Two hosts of two ranks; the ranks of a host train as one.  Bytes that this rank has sent."""
+def sent() -> int:
+    """Bytes to ranks that this one does not share memory with."""
+    assert dist.group.WORLD is not None
+    return sum(line[1] for line in extension().lines(backend_of(dist.group.WORLD)))
+
+
+def by_sites(me: Rank, name: str) -> tuple[str, str, str, int]:
+    """Two hosts of two ranks; the ranks of a host train as one.  Digests between rounds, after one
+    and after one by time, and the bytes that this rank has sent."""
+    os.environ.pop("RINGREDUCE_WIRE", None)
     os.environ["RINGREDUCE_HOSTID"] = f"{name} {me.rank // 2}"
-    me.init(name)
+    me.init(name, size=4)
     try:
         hosts = ringreduce.topology.of().hosts
         assert hosts == ((0, 1), (2, 3))
@@ -206,21 +214,24 @@ def by_sites(me: Rank, name: str) -> tuple[str, str, int]:
         plain = torch.nn.Linear(256, 2048)
         model = DistributedDataParallel(plain, process_group=site)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        draw = torch.Generator().manual_seed(me.rank)
+
+        def learn() -> str:
+            optimizer.zero_grad()
+            model(torch.randn(4, 256, generator=draw)).square().mean().backward()
+            optimizer.step()
+            return digest(plain)
+
         with pytest.raises(ValueError, match="site"):
             make(model, optimizer, groups=site)
-        diloco = make(model, optimizer, sync_every=2)
-        assert dist.group.WORLD is not None
-        before = sum(line[1] for line in extension().lines(backend_of(dist.group.WORLD)))
-        inside = []
-        with diloco:
-            for step in range(4):
-                draw = torch.Generator().manual_seed(me.rank + 4 * step)
-                optimizer.zero_grad()
-                model(torch.randn(4, 256, generator=draw)).square().mean().backward()
-                optimizer.step()
-                inside.append(digest(plain))
-        after = sum(line[1] for line in extension().lines(backend_of(dist.group.WORLD)))
-        return inside[2], inside[3], after - before
+        with make(model, optimizer, sync_every=2):
+            before = sent()
+            _, _, between, after = (learn() for _ in range(4))
+            used = sent() - before
+        with make(model, optimizer, sync_seconds=0.02) as diloco:
+            while diloco.rounds < 3:
+                last = learn()
+        return between, after, last, used
     finally:
         dist.destroy_process_group()
 
@@ -229,22 +240,17 @@ def test_sites_of_several_ranks(pool: Pool, world: MakeWorld) -> None:
     """Ranks of a site are equal in each step, all are after a round, and a line carries each
     round's code once a host."""
     call = pool.start(by_sites, world(0), pool.name("sites"), ranks=4, fresh=True)
-    between, after, sent = zip(*call.results(), strict=True)
+    between, after, last, used = zip(*call.results(), strict=True)
     assert between[0] == between[1] != between[2] == between[3]
-    assert len(set(after)) == 1
-    code = extension().coded_bytes("int4", 2048 * 257)
-    for host in (sent[:2], sent[2:]):
-        assert 2 * code <= sum(host) < 2 * code * 1.05, (sent, code)
+    assert len(set(after)) == len(set(last)) == 1
+    code = 2 * extension().coded_bytes("int4", 2048 * 257)  # two rounds
+    for host in (used[:2], used[2:]):
+        assert code <= sum(host) < code * 1.05, (used, code)
 
 
 @on_ranks(2, WIRE="tcp", remade=True)
 def test_bytes_on_the_line(me: Rank) -> None:
     """int4 each 30 steps: at least 200 times fewer than DDP's float32."""
-
-    def sent() -> int:
-        assert dist.group.WORLD is not None
-        return sum(line[1] for line in extension().lines(backend_of(dist.group.WORLD)))
-
     used = []
     for ddp in (True, False):
         torch.manual_seed(0)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 from pathlib import Path
 from typing import Any
 
 import oracle
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import MakeWorld
-from pool import Pool, Rank
+from pool import Died, Done, Pool, Rank
 from test_elastic import supervised_lives
 from test_survive import every_wire, on, ranks_in_a_sum, run_and_kill
 
@@ -65,6 +67,53 @@ def test_sigkill_costs_no_round(pool: Pool, world: MakeWorld, full: bool, wire: 
         values = run_and_kill(call, victims, draw)
         case = f"RINGREDUCE_SEED={seed}, trial {trial}: {victims} of {size}, {settings}"
         assert all(value == values[0] for value in values), case
+
+
+def go_on_in_a_new_group(me: Rank, prefix: str) -> list[str]:
+    """Digests of the global parameters where the loss was seen, and after a round of the others."""
+    torch.manual_seed(1)
+    model = torch.nn.Linear(64, 32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    draw = torch.Generator().manual_seed(me.rank)
+
+    def learn() -> None:
+        optimizer.zero_grad()
+        model(torch.randn(16, 64, generator=draw)).square().mean().backward()
+        optimizer.step()
+
+    def shared() -> str:
+        return oracle.digest(*diloco.state_dict()["parameters"].values())
+
+    with ringreduce.DiLoCo(model, optimizer, sync_every=3, fragments=2, overlap=2) as diloco:
+        while diloco.step < 20:
+            before = shared()
+            if diloco.step == 13 and me.rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            try:
+                learn()
+            except ringreduce.PeerLost as error:
+                assert error.rank == 1
+                break
+        assert diloco.step < 20 and shared() == before
+        dist.destroy_process_group()
+        me.init(prefix, rank=me.rank // 2, size=2)
+        diloco.sync_from(1)
+        found = [before, shared()]
+        while diloco.step < 30:
+            learn()
+        diloco.sync()
+        return [*found, shared(), oracle.digest(*model.parameters())]
+
+
+def test_training_goes_on_in_a_new_group(pool: Pool, world: MakeWorld) -> None:
+    """A round that fails leaves the global parameters as they were."""
+    call = pool.start(go_on_in_a_new_group, world(3), pool.name(), remade=True)
+    first, lost, last = call.outcomes()
+    assert isinstance(lost, Died) and isinstance(first, Done) and isinstance(last, Done), (
+        first,
+        last,
+    )
+    assert first.value[1:] == last.value[1:] and last.value[0] == last.value[1]
 
 
 JOINS = """
