@@ -82,7 +82,11 @@ def _writable(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 
 def start_average(gradient: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """An average in place.  dist.all_reduce takes no sparse complex numbers."""
+    """An average in place.  dist.all_reduce takes no sparse complex numbers.
+
+    Returns:
+        The work.
+    """
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
     options.asyncOp = True
@@ -114,9 +118,11 @@ def _meeting_device(group: dist.ProcessGroup) -> torch.device:
 
 
 def ranks_that_differ(number: int, group: dist.ProcessGroup) -> list[int]:
-    """The ranks whose number is not that of most; the same list on all.  Collective.
+    """Compares a number among the ranks of a group; collective.
 
-    Of two numbers as frequent that of the lowest rank holds.
+    Returns:
+        The ranks whose number is not that of most, the same on all; of two numbers as frequent
+        that of the lowest rank holds.
     """
     device = _meeting_device(group)
     # The greatest and the least, in one call that goes on without lost ranks.
