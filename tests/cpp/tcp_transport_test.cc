@@ -207,9 +207,9 @@ TEST(a_rank_is_awaited_once_bytes_of_another_host_are_there) {
     overTcp(
         3,
         [&](OneRank& me) {
+          std::array<char, 5000> data{};
           for (int i = 0; i < 3; ++i)
             me.operation([&](Transport& transport) {
-              std::array<char, 5000> data{};
               if (me.rank() == 0) {
                 transport.expect(1, data.data(), data.size());
                 transport.peek(1);

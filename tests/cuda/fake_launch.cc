@@ -15,11 +15,14 @@ namespace {
 thread_local cudaStreamCaptureMode mode = cudaStreamCaptureModeGlobal;
 thread_local double spent_ms = 0;  // on copies from other GPUs
 
-cudaStream_t streamOn(int ordinal) {
-  return reinterpret_cast<cudaStream_t>(static_cast<uintptr_t>(ordinal) + 1);
+// Each of a device has a number of its own.
+constexpr uintptr_t kStreamsApart = 256;
+cudaStream_t streamOn(int ordinal, uintptr_t number) {
+  return reinterpret_cast<cudaStream_t>(number * kStreamsApart + static_cast<uintptr_t>(ordinal) +
+                                        1);
 }
 int ordinalOf(cudaStream_t stream) {
-  return static_cast<int>(reinterpret_cast<uintptr_t>(stream)) - 1;
+  return static_cast<int>(reinterpret_cast<uintptr_t>(stream) % kStreamsApart) - 1;
 }
 
 }  // namespace
@@ -115,14 +118,15 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) {
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
   if (const auto e = fate()) return said(e);
   const std::lock_guard lock(world().mutex);
-  ++world().streams;
-  *stream = streamOn(currentOrdinal());
+  static uintptr_t last = 0;
+  *stream = streamOn(currentOrdinal(), ++last);
+  world().streams.insert(*stream);
   return cudaSuccess;
 }
-cudaError_t cudaStreamDestroy(cudaStream_t) {
+cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   if (const auto e = fateOfReturn()) return said(e);
   const std::lock_guard lock(world().mutex);
-  --world().streams;
+  world().streams.erase(stream);  // not there if it was forgotten
   return cudaSuccess;
 }
 cudaError_t cudaStreamQuery(cudaStream_t) {

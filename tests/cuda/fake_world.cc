@@ -333,7 +333,7 @@ std::string leftovers() {
   add(w.reservations.size(), "reservations");
   add(w.handles.size(), "handles");
   add(w.registered.size(), "registrations");
-  add(static_cast<size_t>(w.streams), "streams");
+  add(w.streams.size(), "streams");
   return text;
 }
 
@@ -344,7 +344,7 @@ void forgetLeftovers() {
   w.reservations.clear();
   w.handles.clear();
   w.registered.clear();
-  w.streams = 0;
+  w.streams.clear();
 }
 
 }  // namespace fake

@@ -105,7 +105,7 @@ struct World {
   std::set<std::pair<int, int>> peers;  // ordinals: the first may touch the second's plain memory
   CUmemGenericAllocationHandle next_handle = 1;
   std::set<std::string> unmappers;  // names of the threads that have unmapped or closed memory
-  int streams = 0;
+  std::set<CUstream> streams;
   int working = 0;     // kernels and copies that run
   bool hidden = true;  // nobody can touch GPU memory
   Clock::time_point hidden_at = {};
