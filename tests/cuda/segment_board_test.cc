@@ -171,7 +171,7 @@ TEST(memory_that_is_dropped_before_anybody_knew_of_it_leaves_nothing) {
   run(As::kProcesses, 2, [](Group& group, int device) {
     Fixture f(group, device);
     if (!f.works()) return;
-    for (uint64_t i = 0; i < 3 * kMostSegments; ++i) {
+    for (uint64_t i = 0; i < kMostSegments + 8; ++i) {
       const std::shared_ptr<void> memory = own(device);
       await("there is a slot", [&] { return f.board.find(memory.get(), 1).segment != 0; });
     }
