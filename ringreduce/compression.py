@@ -30,8 +30,12 @@ def _is_exact_by_default(parameter: torch.nn.Parameter) -> bool:
     return parameter.dim() < 2 or parameter.numel() < SMALL
 
 
-def _parameters_of(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """The parameters that DDP averages, by the names that they have without DDP."""
+def parameters_of(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """The parameters that DDP averages, or would.
+
+    Returns:
+        By the names that they have without DDP.
+    """
     if isinstance(model, DistributedDataParallel):
         ignored = set(model.parameters_to_ignore)
         model = model.module
@@ -82,13 +86,45 @@ def _residuals_in(state_dict: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return dict(residuals)
 
 
-def _whole(value: object, name: str) -> int:
-    """A whole number that is not negative and fits 64 bits."""
+def whole(value: object, name: str, least: int = 0, below: int = 1 << 64) -> int:
+    """Checks an argument that is a whole number.
+
+    Args:
+        value: what was given.
+        name: the argument's.
+        least: the smallest that can be.
+        below: the smallest that is too large.
+
+    Returns:
+        The value.
+
+    Raises:
+        TypeError, ValueError: it is none, or out of range.
+    """
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} is a whole number, not {value!r}")
-    if not 0 <= value < 2**64:
-        raise ValueError(f"{name} cannot be {value}")
+    if not least <= value < below:
+        end = "" if value < least else f" and below {below}"
+        raise ValueError(f"{name} must be at least {least}{end}, not {value}")
     return value
+
+
+def number(value: object, name: str) -> float:
+    """Checks an argument that is a number.
+
+    Args:
+        value: what was given.
+        name: the argument's.
+
+    Returns:
+        The value.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} is a number, not {value!r}")
+    return float(value)
 
 
 def _laid_out(parameter: torch.nn.Parameter) -> tuple[torch.Tensor, torch.Tensor]:
@@ -103,12 +139,10 @@ def _laid_out(parameter: torch.nn.Parameter) -> tuple[torch.Tensor, torch.Tensor
 
 
 def _loss_scale(scale: object) -> float:
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
-        raise TypeError(f"a loss scale is a number, not {scale!r}")
-    scale = float(scale)
-    if not 0 < scale < float("inf"):
-        raise ValueError(f"a loss scale is a number above 0, not {scale}")
-    return scale
+    found = number(scale, "a loss scale")
+    if not 0 < found < float("inf"):
+        raise ValueError(f"a loss scale is a number above 0, not {found}")
+    return found
 
 
 class CompressionState:
@@ -164,7 +198,7 @@ class CompressionState:
         for name, text in (("codec", codec), ("schedule", schedule)):
             if not isinstance(text, str):
                 raise TypeError(f"{name} is a name, not {text!r}")
-        parameters = _parameters_of(model)
+        parameters = parameters_of(model)
         if not parameters:
             raise ValueError("the model has no parameters whose gradients are averaged")
         for name, parameter in parameters.items():
@@ -190,10 +224,10 @@ class CompressionState:
         self._settings = {
             "codec": codec,
             "feedback": self._feedback,
-            "start_after": _whole(start_after, "start_after"),
+            "start_after": whole(start_after, "start_after"),
             "schedule": schedule,
             "stochastic": bool(stochastic),
-            "seed": _whole(seed, "seed"),
+            "seed": whole(seed, "seed"),
         }
         self._state = extension().HookState(
             parameters=list(parameters.values()),
@@ -354,7 +388,7 @@ class CompressionState:
                     f"parameter has {tuple(self._parameters[name].shape)}"
                 )
         try:
-            steps = _whole(state_dict["steps"], "steps")
+            steps = whole(state_dict["steps"], "steps")
             scale = _loss_scale(state_dict["loss_scale"])
         except TypeError as error:
             raise ValueError(f"this is no state_dict of a CompressionState: {error}") from error
@@ -368,7 +402,7 @@ class CompressionState:
         """Raises ValueError if the state was made for another model's parameters."""
         own = {id(parameter) for parameter in self._parameters.values()}
         strange = [
-            name for name, parameter in _parameters_of(model).items() if id(parameter) not in own
+            name for name, parameter in parameters_of(model).items() if id(parameter) not in own
         ]
         if strange:
             shown = ", ".join(strange[:3]) + (", ..." if len(strange) > 3 else "")

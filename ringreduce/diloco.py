@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ringreduce.average import ranks_that_differ, start_average
+from ringreduce.compression import number, parameters_of, whole
 from ringreduce.core import clock
 from ringreduce.core.backend import backend_of, extension, noting_errors, ringreduce_group
 from ringreduce.errors import Mismatch
@@ -44,26 +45,9 @@ _BLOCK = 32
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
-def _whole(value: object, name: str, least: int, below: int | None = None) -> int:
-    """A whole number in that range, or an error that names it."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} is a whole number, not {value!r}")
-    if value < least or (below is not None and value >= below):
-        end = "" if below is None else f" and below {below}"
-        raise ValueError(f"{name} must be at least {least}{end}, not {value}")
-    return value
-
-
-def _number(value: object, name: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} is a number, not {value!r}")
-    return float(value)
-
-
-def _parameters_of(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """The parameters that train, by the names that they have without DDP."""
-    inside = model.module if isinstance(model, DistributedDataParallel) else model
-    found = {name: p for name, p in inside.named_parameters() if p.requires_grad}
+def _shared_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """The parameters that sites share, by the names that they have without DDP."""
+    found = parameters_of(model)
     if not found:
         raise ValueError("the model has no parameters that require a gradient")
     for name, p in found.items():
@@ -221,18 +205,18 @@ class DiLoCo:
             raise TypeError(f"model is a torch.nn.Module, not a {type(model).__name__}")
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizer is a torch optimizer, not a {type(optimizer).__name__}")
-        parameters = _parameters_of(model)
+        parameters = _shared_parameters(model)
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if own.isdisjoint(map(id, parameters.values())):
             raise ValueError("optimizer steps none of the model's parameters")
-        self._every = _whole(sync_every, "sync_every", 1)
-        self._seconds = None if sync_seconds is None else _number(sync_seconds, "sync_seconds")
+        self._every = whole(sync_every, "sync_every", 1)
+        self._seconds = None if sync_seconds is None else number(sync_seconds, "sync_seconds")
         if self._seconds is not None and not 0 < self._seconds < float("inf"):
             raise ValueError(f"sync_seconds must be above 0, not {sync_seconds}")
         by_steps = self._every if self._seconds is None else None
-        _whole(fragments, "fragments", 1, min(len(parameters), by_steps or len(parameters)) + 1)
-        self._overlap = _whole(overlap, "overlap", 0, by_steps)
-        self._alpha = _number(fragment_update_alpha, "fragment_update_alpha")
+        whole(fragments, "fragments", 1, min(len(parameters), by_steps or len(parameters)) + 1)
+        self._overlap = whole(overlap, "overlap", below=by_steps or 1 << 64)
+        self._alpha = number(fragment_update_alpha, "fragment_update_alpha")
         if not 0 <= self._alpha <= 1:
             raise ValueError(f"fragment_update_alpha must be from 0 to 1, not {self._alpha}")
         if codec is not None:
@@ -325,18 +309,26 @@ class DiLoCo:
             {key: value for key, value in each.items() if key != "params"}
             for each in self.outer_optimizer.param_groups
         ]
-        settings = [
-            self._every, self._seconds, self._overlap, self._alpha, self._codec, self._feedback,
-            type(self.outer_optimizer).__name__, outer,
-            [[(p.name, tuple(p.local.shape), p.local.dtype) for m in f for p in m.parts]
-             for f in self._fragments],
-        ]  # fmt: skip
+        arguments = {
+            "sync_every": self._every, "sync_seconds": self._seconds, "overlap": self._overlap,
+            "fragments": len(self._fragments), "fragment_update_alpha": self._alpha,
+            "codec": self._codec, "error_feedback": self._feedback,
+            "outer_optimizer": (type(self.outer_optimizer).__name__, outer),
+        }  # fmt: skip
+        shapes = [
+            (part.name, tuple(part.local.shape), part.local.dtype) for _, part in self._parts()
+        ]
+        elements = sum(part.local.numel() for _, part in self._parts())
         ranks = dist.get_process_group_ranks(group)
-        if odd := ranks_that_differ(zlib.crc32(repr(settings).encode()), group):
-            raise Mismatch(
-                f"DiLoCo: of ranks {ranks}, {odd} have other arguments, parameters, shapes or "
-                "dtypes than the others"
-            )
+        for what, compared, mine in (
+            ("arguments", arguments, arguments),
+            ("parameters", shapes, f"{len(shapes)} of {elements} elements"),
+        ):
+            if odd := ranks_that_differ(zlib.crc32(repr(compared).encode()), group):
+                raise Mismatch(
+                    f"DiLoCo: of ranks {ranks}, {odd} have other {what} than the others; those of "
+                    f"rank {dist.get_rank()}: {mine}"
+                )
         bits = 0
         for messages in self._fragments:
             for message in messages:
@@ -370,7 +362,7 @@ class DiLoCo:
         """
         if self._seconds is None:
             raise RuntimeError("ranks weigh by tokens only in rounds by time (sync_seconds)")
-        self._tokens += _whole(tokens, "tokens", 0)
+        self._tokens += whole(tokens, "tokens")
         self._counts = True
 
     def __enter__(self) -> "DiLoCo":

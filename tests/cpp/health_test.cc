@@ -167,7 +167,7 @@ TEST(exec_is_only_said_of_a_process_that_goes_on) {
     CHECK(ended({process})[0] && !hasExited(process));
     CHECK_EQ(howEnded(process), is_ending ? kProcessEndedOrReplaced : kProcessReplaced);
     ::kill(child, SIGKILL);
-    while (!hasExited(process)) sleepMs(1);
+    ranks::await("the child has ended", [&] { return hasExited(process); });
     CHECK_EQ(howEnded(process), kProcessEnded);
     CHECK_EQ(waitpid(child, nullptr, 0), child);
   }

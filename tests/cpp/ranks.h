@@ -108,6 +108,15 @@ inline void inThreads(int size, const std::function<void(int)>& body) {
   if (first) std::rethrow_exception(first);
 }
 
+// Waits for something, a minute at most; `what` names it in the error.
+template <class F>
+void await(const char* what, F&& is_so) {
+  for (const ringreduce::Nanos deadline = ringreduce::deadlineIn(60 * ringreduce::kSecond);
+       !is_so(); std::this_thread::sleep_for(std::chrono::microseconds(100)))
+    if (ringreduce::now() > deadline)
+      throw std::runtime_error(std::string("it never was so: ") + what);
+}
+
 // Threads of a test wait here for each other: a minute at most, since one of them may have failed.
 class MeetingPoint {
  public:

@@ -34,6 +34,7 @@ struct Hardness {
   size_t buffers_out = Transport::kWindow;  // of each rank, for each other
   size_t buffers_in = 2;
   uint32_t seed = 1;
+  bool late = false;  // every rank finds bytes of others when it begins
 };
 
 class Net {
@@ -67,6 +68,7 @@ class Net {
     bool sender_announced = false, receiver_expects = false;
   };
 
+  bool isLate() const { return hardness_.late; }
   Stream& stream(int from, int to) { return streams_[static_cast<size_t>(from * size_ + to)]; }
 
   // Moves up to `most` bytes of what a stream has; returns whether anything moved.
@@ -199,6 +201,7 @@ class StandIn final : public Transport {
   StandIn(int rank, Net& net) : Transport(rank, net.size()), net_(net) {}
   ~StandIn() override { net_.gone(rank()); }
 
+  bool isAwaited() const override { return net_.isLate(); }
   void finish() override {
     std::unique_lock lock(net_.mutex);
     for (int r = 0; r < size(); ++r) {

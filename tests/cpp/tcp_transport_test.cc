@@ -220,12 +220,13 @@ TEST(a_rank_is_awaited_once_bytes_of_another_host_are_there) {
                 CHECK(!transport.isAwaited());
                 transport.send(0, data.data(), data.size());
                 transport.finish();
-                while (!transport.isAwaited()) std::this_thread::yield();
+                ranks::await("rank 0's bytes are here", [&] { return transport.isAwaited(); });
                 transport.expect(0, data.data(), data.size());
                 transport.peek(0);
                 transport.release(0);
               } else {
-                while (hosts == 0 && !transport.isAwaited()) std::this_thread::yield();
+                if (hosts == 0)
+                  ranks::await("rank 0's bytes are here", [&] { return transport.isAwaited(); });
                 transport.expect(0, data.data(), data.size());
                 transport.peek(0);
                 transport.release(0);

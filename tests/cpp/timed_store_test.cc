@@ -70,13 +70,6 @@ int threads() {
   return found;
 }
 
-void await(const std::function<bool()>& condition) {
-  for (const Nanos limit = deadlineIn(60 * kSecond); !condition();) {
-    CHECK(now() < limit);
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-}
-
 TEST(a_stopped_process_does_not_take_its_stop_for_the_stores) {
   const pid_t child = fork();
   if (child == 0) {
@@ -124,7 +117,7 @@ TEST(a_thread_makes_each_call_alone_and_ends_with_it) {
     }
   });
   CHECK(is_alone && caller.load() != std::this_thread::get_id());
-  await([] { return threads() == 0; });
+  ranks::await("the thread has ended", [] { return threads() == 0; });
 }
 
 TEST(an_error_in_the_thread_is_that_of_the_call) {
@@ -166,7 +159,7 @@ TEST(a_call_that_hangs_fails_in_time_and_later_ones_fail_at_once) {
   CHECK_EQ(threads(), 1);
   CHECK(!held.expired());  // the call is still in it
   may_end = true;
-  await([&] { return held.expired() && threads() == 0; });
+  ranks::await("store and thread are gone", [&] { return held.expired() && threads() == 0; });
 }
 
 }  // namespace

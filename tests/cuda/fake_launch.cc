@@ -15,7 +15,7 @@ namespace {
 thread_local cudaStreamCaptureMode mode = cudaStreamCaptureModeGlobal;
 thread_local double spent_ms = 0;  // on copies from other GPUs
 
-// Each of a device has a number of its own.
+// A stream says which device it is on, and has a number that no other has.
 constexpr uintptr_t kStreamsApart = 256;
 cudaStream_t streamOn(int ordinal, uintptr_t number) {
   return reinterpret_cast<cudaStream_t>(number * kStreamsApart + static_cast<uintptr_t>(ordinal) +

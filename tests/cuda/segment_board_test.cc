@@ -10,6 +10,7 @@
 #include "peers.h"
 
 using namespace peers;
+using ranks::await;
 
 namespace {
 
@@ -19,12 +20,6 @@ const StreamUsers kNoUsers = [] { return std::vector<CUstream_st*>(); };
 
 std::shared_ptr<void> own(int device, size_t bytes = kBytes) {
   return ownMemory(device, bytes, kNoUsers);
-}
-
-template <class F>
-void await(const char* what, F&& is_so) {
-  for (const Nanos deadline = deadlineIn(30 * kSecond); !is_so(); ranks::sleepMs(1))
-    if (now() > deadline) throw std::runtime_error(std::string("it never was so: ") + what);
 }
 
 // What the kernels of this rank's GPU read.

@@ -34,8 +34,7 @@ class OwnSegment {
 
   // Whether its owner has let go of it, and the streams that used it have come past that.
   bool isOver() const { return is_over_; }
-  // Runs `then` once it is over, in the thread that gives memory back, and nothing that was to run
-  // before.
+  // Runs `then` once it is over, in the thread that gives memory back.  Replaces an earlier `then`.
   void whenOver(std::function<void()> then);
   void end();
 
