@@ -38,11 +38,11 @@ struct HostCommunicator::State {
     Nanos timeout;
     const Label& label;
   };
-  // `where` is a hash of the algorithm and of the registered memory, which must be the same on all
-  // ranks.
-  Told told(const GpuAllReduce& call, uint64_t where) const {
-    return told(call,
-                {.kind = Kind::kAllReduce, .op = code(call.op), .parts = where ^ call.borders});
+  // All ranks must take the same algorithm.
+  Told told(const GpuAllReduce& call, Choice taken) const {
+    return told(call, {.kind = Kind::kAllReduce,
+                       .op = code(call.op),
+                       .parts = static_cast<uint64_t>(taken) ^ call.borders});
   }
   Told told(const GpuReduceScatter& call) const {
     return told(call, {.kind = Kind::kReduceScatter, .op = code(call.op)});
@@ -61,12 +61,6 @@ struct HostCommunicator::State {
   bool partsAreDirect() const {
     return !setting.run_at_once || options.algorithm == Choice::kDirect;
   }
-  // The registered buffers of a call, which all ranks must use at the same places.
-  struct Places {
-    std::vector<std::byte*> in, out;  // where the message begins, by rank
-    uint64_t hash = 0;
-  };
-  std::optional<Places> placesOf(const GpuAllReduce& call, cudaStream_t stream);
   // Whether an all-reduce of so many bytes uses tensors where they are; the same on all ranks.
   bool isLocated(size_t bytes, Choice wanted) const;
   // Where this rank's tensors are, for its kernel.
@@ -118,6 +112,7 @@ struct HostCommunicator::State {
   void direct(const GpuAllGather& call, cudaStream_t stream);
   void direct(const GpuBroadcast& call, cudaStream_t stream);
   void put(const std::vector<ScheduleStep>& steps, const Turn& turn, cudaStream_t stream);
+  LookCall lookCall(const GpuAllReduce& call, const Location& here, uint64_t number) const;
   DeliverCall deliverCall(void* output, size_t bytes, DType dtype) const;
   void putOwn(const std::vector<Span>& pieces, int root, const Turn& turn, cudaStream_t stream);
   size_t halfOfStaging() const;
@@ -135,6 +130,8 @@ struct HostCommunicator::State {
   Local* localOnDevice() const {
     return reinterpret_cast<Local*>(local->data() + roundUp(sizeof(DeviceComm), kLine));
   }
+  // Where a leader's kernels find all ranks' tensors.
+  PeerTensors* foundOnDevice() const { return reinterpret_cast<PeerTensors*>(localOnDevice() + 1); }
 
   const std::shared_ptr<Group> group;
   const int device;
@@ -148,7 +145,7 @@ struct HostCommunicator::State {
   std::unique_ptr<PeerMemory> memory, staging;
   std::unique_ptr<SegmentBoard> board;  // for kernels that use tensors where they are
   DeviceComm comm{};
-  MemoryPtr local;  // a DeviceComm and a Local
+  MemoryPtr local;  // a DeviceComm, a Local and PeerTensors
   // Buffers that peers map, by their address here, in the order in which they were registered.
   struct Registered {
     std::unique_ptr<PeerBuffer> buffer;
@@ -161,6 +158,7 @@ struct HostCommunicator::State {
   uint64_t registrations = 0;
   bool told_refusal = false;
   uint64_t schedules = 0;  // pieces of direct schedules so far
+  std::optional<ToldLocations> locations;
 
   std::mutex calls;  // one at a time puts work into streams
   CallOrder order{device};
