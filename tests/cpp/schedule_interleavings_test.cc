@@ -43,7 +43,8 @@ constexpr size_t kCount = 1000;
 enum class Buffer : uint8_t { kFirst, kSecond, kInput, kOutput, kTold, kFound };
 constexpr size_t kBuffers = 6;
 Range at(int rank, Buffer buffer, Span elements = {0, kCount}) {
-  const size_t begin = (static_cast<size_t>(rank) * kBuffers + static_cast<size_t>(buffer)) * kCount;
+  const size_t begin =
+      (static_cast<size_t>(rank) * kBuffers + static_cast<size_t>(buffer)) * kCount;
   return {begin + elements.begin, begin + elements.end()};
 }
 Range halfOf(int rank, const ScheduleStep& step, Span elements) {
@@ -71,8 +72,9 @@ void add(std::vector<Step>& lane, const Direct& d, int rank, int i, const Mistak
   };
   bool tells = true;
   const uint64_t first = d.first + static_cast<uint64_t>(i) * (d.one_half ? kHalves : d.pieces);
-  List list = root == kAllReduces ? directSchedule(rank, d.ranks, pieces, first, shared, stages(rank))
-                                  : ownSchedule(rank, d.ranks, pieces, first, root);
+  List list = root == kAllReduces
+                  ? directSchedule(rank, d.ranks, pieces, first, shared, stages(rank))
+                  : ownSchedule(rank, d.ranks, pieces, first, root);
   mistake(list);
   // The user's kernels in the same stream write the input first and read the output last.
   then(lane, {.what = Do::kAccess, .writes = {at(rank, Buffer::kInput)}});

@@ -47,8 +47,8 @@ struct DirectMessage {
 
 // What else a mutant does.
 struct Mutations {
-  bool tells_late = false;    // where a tensor is, after `ready` says that it is told
-  bool tells_early = false;   // where the next one is, in the place that leaders may still read
+  bool tells_late = false;   // where a tensor is, after `ready` says that it is told
+  bool tells_early = false;  // where the next one is, in the place that leaders may still read
 };
 
 // Ranks with a thread for a stream each.  `mistake` poisons the steps of each call.
@@ -415,8 +415,7 @@ void partsOf(Kind kind, int count, Streams::Mistake mistake) {
   streams.expectAllRight();
 }
 
-void calls(
-    int P, int count, Streams::Mistake mistake = [](Steps&) {}, Mutations mutations = {}) {
+void calls(int P, int count, Streams::Mistake mistake = [](Steps&) {}, Mutations mutations = {}) {
   Streams streams(P, ~uint64_t{0} - 5, std::move(mistake), mutations);
   fill(streams, P, count);
   streams.run();

@@ -12,8 +12,6 @@
 #include "cuda/cuda_errors.h"
 #include "cuda/gpu_device.h"
 #include "cuda/kernels/direct_schedule.h"
-#include "cuda/memory/closer.h"
-#include "cuda/memory/own_memory.h"
 
 namespace ringreduce::cuda {
 
@@ -273,105 +271,6 @@ void HostCommunicator::State::direct(const GpuBroadcast& call, cudaStream_t stre
     putOwn(piecesOf(all, halfOfStaging() / kLine * kLine), call.root,
            {.stage = move, .lead = move, .deliver = deliver}, stream);
   });
-}
-
-// ---- registered buffers
-
-std::shared_ptr<void> HostCommunicator::lastingMemory(const void* data, size_t bytes,
-                                                      std::vector<CUstream_st*> users) {
-  State& s = *state_;
-  // Kernels find a tensor where it is if it lies in own memory.
-  if (s.board && s.options.algorithm != Choice::kDirect) try {
-      const OnDevice here(s.device);
-      if (ownSegmentOf(data, bytes)) return nullptr;
-      return ownMemory(s.device, bytes, [users] { return users; });
-    } catch (const CudaError& error) {
-      if (error.ruinsProcess()) throw;
-      log("rank " + s.group->options().shown(rank()) + " of group '" + s.group->options().name +
-          "' copies a buffer of " + std::to_string(bytes) +
-          " bytes in each call, as there is no GPU memory that its peers could map: " +
-          error.what());
-      return nullptr;
-    }
-  MemoryPtr memory = cuda::lastingMemory(*s.memory, data, bytes);
-  if (!memory) return nullptr;
-  void* const at = memory->data();
-  return {at, [memory = std::move(memory), users = std::move(users)](void*) mutable {
-            closeLater([memory = std::move(memory), users = std::move(users)] {
-              const OnDevice here(memory->device());
-              try {
-                for (const cudaStream_t stream : users) await(stream);
-              } catch (const CudaError&) {
-                // The GPU has failed, and uses it no more.
-              }
-            });
-          }};
-}
-
-std::string HostCommunicator::registerBuffer(void* data, size_t bytes,
-                                             std::shared_ptr<void> owner) {
-  State& s = *state_;
-  const std::lock_guard lock(s.calls);
-  const OnDevice here(s.device);
-  Registration made = cuda::registerBuffer(*s.group, *s.memory, data, bytes);
-  if (!made.buffer) {
-    if (s.group->rank() == 0 && !std::exchange(s.told_refusal, true))
-      log("group '" + s.group->options().name +
-          "' copies buffers (DDP's buckets) that its ranks could else read in place: " +
-          made.refusal);
-    return made.refusal;
-  }
-  s.registered[reinterpret_cast<uintptr_t>(data)] = {.buffer = std::move(made.buffer),
-                                                     .bytes = bytes,
-                                                     .number = s.registrations++,
-                                                     .owner = std::move(owner)};
-  return "";
-}
-
-std::vector<std::shared_ptr<void>> HostCommunicator::unregisterBuffers(const Unused& unused) {
-  State& s = *state_;
-  const std::lock_guard lock(s.calls);
-  std::map<uint64_t, uintptr_t> by_number;  // which is a buffer's name on all ranks
-  for (const auto& [at, one] : s.registered) by_number[one.number] = at;
-  std::vector<uintptr_t> agreed;
-  constexpr size_t kAtOnce = 64;
-  struct Votes {
-    struct {
-      uint64_t number;
-      bool unused;
-    } of[kAtOnce];
-  };
-  for (auto next = by_number.begin(); next != by_number.end();) {
-    std::vector<uintptr_t> asked;
-    Votes mine{};
-    for (; next != by_number.end() && asked.size() < kAtOnce; ++next) {
-      const State::Registered& one = s.registered.at(next->second);
-      mine.of[asked.size()] = {one.number, !one.is_captured && unused(one.owner)};
-      asked.push_back(next->second);
-    }
-    const std::vector<Votes> all = gatherEach(*s.group, mine);
-    for (size_t i = 0; i < asked.size(); ++i)
-      if (std::ranges::all_of(all, [&](const Votes& one) {
-            return one.of[i].unused && one.of[i].number == mine.of[i].number;
-          }))
-        agreed.push_back(asked[i]);
-  }
-  if (agreed.empty()) return {};
-  s.watchdog->wait(kNever);
-  // No rank may still use them.
-  s.group->run({Barrier{}});
-  // Other ranks' memory lives while it is mapped, but for that of legacy IPC: its owners may free
-  // it only when no rank maps it.
-  const bool by_ipc = s.memory->access() == MemoryAccess::kLegacyIpc;
-  std::vector<std::shared_ptr<void>> given_back;
-  for (const uintptr_t at : agreed) {
-    State::Registered& one = s.registered.at(at);
-    given_back.push_back(std::move(one.owner));
-    if (!by_ipc) closeLater([buffer = std::shared_ptr<PeerBuffer>(std::move(one.buffer))] {});
-    s.registered.erase(at);
-  }
-  if (by_ipc) s.group->run({Barrier{}});
-  return given_back;
 }
 
 }  // namespace ringreduce::cuda

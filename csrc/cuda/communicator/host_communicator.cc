@@ -143,7 +143,8 @@ HostCommunicator::State::State(std::shared_ptr<Group> of, int on, const Communic
   if (setting.ranks_on_device > 1 || !setting.run_at_once || options.algorithm == Choice::kDirect)
     staging = std::make_unique<PeerMemory>(*group, device, kHalves * kStagingBytes, options.access);
 
-  if (tuning.window_bytes > 0 || staging) board = std::make_unique<SegmentBoard>(*group, *memory);
+  if (options.maps_tensors && (tuning.window_bytes > 0 || staging))
+    board = std::make_unique<SegmentBoard>(*group, *memory);
 
   agreeOnStatus(*group, [&] {
     constexpr size_t kBytes =
@@ -213,12 +214,6 @@ bool HostCommunicator::usesOwnMemory(size_t bytes) const {
   const Choice wanted = s.options.algorithm;
   if (!s.board || !s.board->reaches()) return false;
   return !kernelsRunAtOnce() || wanted == Choice::kDirect || s.isLocated(bytes, wanted);
-}
-bool HostCommunicator::gainsByRegistering(DType, size_t bytes) const {
-  const State& s = *state_;
-  const Choice wanted = s.options.algorithm;
-  if (!kernelsRunAtOnce() || wanted == Choice::kDirect) return s.staging != nullptr;
-  return s.isLocated(bytes, wanted);
 }
 bool HostCommunicator::kernelsRunAtOnce() const {
   return state_->setting.run_at_once;
@@ -550,9 +545,7 @@ void HostCommunicator::allReduceTogether(std::span<HostCommunicator* const> rank
   std::vector<State::Begun> begun;
   size_t finished = 0;
   const Range range(Kind::kAllReduce);
-  const auto toldOf = [&](size_t i) {
-    return ranks[i]->state_->told(calls[i], choice);
-  };
+  const auto toldOf = [&](size_t i) { return ranks[i]->state_->told(calls[i], choice); };
   try {
     for (size_t i = 0; i < ranks.size(); ++i) {
       State& s = *ranks[i]->state_;

@@ -3,7 +3,6 @@
 
 #include <cuda_runtime_api.h>
 
-#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -145,18 +144,7 @@ struct HostCommunicator::State {
   std::unique_ptr<PeerMemory> memory, staging;
   std::unique_ptr<SegmentBoard> board;  // for kernels that use tensors where they are
   DeviceComm comm{};
-  MemoryPtr local;  // a DeviceComm, a Local and PeerTensors
-  // Buffers that peers map, by their address here, in the order in which they were registered.
-  struct Registered {
-    std::unique_ptr<PeerBuffer> buffer;
-    size_t bytes;
-    uint64_t number;
-    std::shared_ptr<void> owner;
-    bool is_captured = false;  // a CUDA graph may use it at any time
-  };
-  std::map<uintptr_t, Registered> registered;
-  uint64_t registrations = 0;
-  bool told_refusal = false;
+  MemoryPtr local;         // a DeviceComm, a Local and PeerTensors
   uint64_t schedules = 0;  // pieces of direct schedules so far
   std::optional<ToldLocations> locations;
 

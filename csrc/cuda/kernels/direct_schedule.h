@@ -127,8 +127,8 @@ constexpr size_t wordIndex(const ScheduleStep& step, int size) {
 std::vector<Span> piecesOf(size_t all, size_t most);
 
 // The schedule of `rank` for a call with these pieces, before which all calls had `first`.
-// `staged`: this rank's input is not where leaders can read it.  `shared`: there is enough for every
-// rank to lead a part.
+// `staged`: this rank's input is not where leaders can read it.  `shared`: there is enough for
+// every rank to lead a part.
 std::vector<ScheduleStep> directSchedule(int rank, int size, const std::vector<Span>& pieces,
                                          uint64_t first, bool shared, bool staged);
 

@@ -33,8 +33,8 @@ struct SegmentEntry {
   uint64_t bytes;
 };
 
-// Where a rank's tensors of a call are, as it tells its peers: in the line of a flag (push.h), or in
-// a list (direct_schedule.h).
+// Where a rank's tensors of a call are, as it tells its peers: in the line of a flag (push.h), or
+// in a list (direct_schedule.h).
 struct Location {
   Place in, out;      // none: in the rank's window (device_layout.h), or the half
   uint64_t what = 0;  // a hash of the call, which must be the same on all ranks
@@ -42,10 +42,11 @@ struct Location {
   bool operator==(const Location&) const = default;
 };
 
-// Where a place of rank r is mapped here, of which `bytes` are meant; null if they do not all lie in
-// memory that is.
+// Where a place of rank r is mapped here, of which `bytes` are meant; null if they do not all lie
+// in memory that is.
 template <class Rules>
-RINGREDUCE_DEVICE std::byte* tensorAt(SegmentEntry* table, int r, const Place& place, size_t bytes) {
+RINGREDUCE_DEVICE std::byte* tensorAt(SegmentEntry* table, int r, const Place& place,
+                                      size_t bytes) {
   if (!table) return nullptr;
   const SegmentEntry& known =
       table[static_cast<size_t>(r) * kMostSegments + place.segment % kMostSegments];

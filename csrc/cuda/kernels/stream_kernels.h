@@ -92,15 +92,15 @@ RINGREDUCE_DEVICE void direct(Block& block, const DirectCall& call, PeerTensors&
 // does it, since a GPU fetches a line of host memory for one block at a time.
 struct LookCall {
   int rank, size;
-  StreamWord* ready;                // in the leader's page: by owner
+  StreamWord* ready;                 // in the leader's page: by owner
   const Location* told[kMostRanks];  // each rank's list
-  std::byte* half[kMostRanks];      // each rank's, mapped here
-  const std::byte* input;           // the leader's own, where the message begins; null: in its half
+  std::byte* half[kMostRanks];       // each rank's, mapped here
+  const std::byte* input;  // the leader's own, where the message begins; null: in its half
   std::byte* output;
-  size_t bytes, begin;     // of the message; where the piece begins in it
-  uint64_t what;           // Location's
-  SegmentEntry* table;     // DeviceComm's; may be null
-  PeerTensors* found;      // in device memory
+  size_t bytes, begin;           // of the message; where the piece begins in it
+  uint64_t what;                 // Location's
+  SegmentEntry* table;           // DeviceComm's; may be null
+  PeerTensors* found;            // in device memory
   AbortFlag* abort[kMostRanks];  // each rank's
   Local* local;
   Trouble* trouble;
@@ -274,16 +274,16 @@ inline DirectCall addParts(const StagedAt& staged, void* output, size_t count, S
                            size_t width, const Arithmetic& arithmetic) {
   const auto mine = static_cast<size_t>(staged.rank);
   const size_t begin = mine * count + piece.begin;
-  DirectCall call{.size = staged.size,
-                  .sinks = 1,
-                  .chunk = count,  // each part is one
-                  .begin = begin,
-                  .elements = piece.size,
-                  .first = begin,
-                  .tensors = {.input = {},
-                              .output = {static_cast<std::byte*>(output) + piece.begin * width}},
-                  .arithmetic = arithmetic,
-                  .abort = staged.abort};
+  DirectCall call{
+      .size = staged.size,
+      .sinks = 1,
+      .chunk = count,  // each part is one
+      .begin = begin,
+      .elements = piece.size,
+      .first = begin,
+      .tensors = {.input = {}, .output = {static_cast<std::byte*>(output) + piece.begin * width}},
+      .arithmetic = arithmetic,
+      .abort = staged.abort};
   for (int r = 0; r < staged.size; ++r)
     call.tensors.input[r] = staged.base[r] + mine * piece.size * width;
   return call;
