@@ -565,6 +565,11 @@ std::shared_ptr<c10::Allocator> Backend::getMemAllocator() {
   return pageAllocator();
 }
 
+bool Backend::isMapped(const at::Tensor& tensor) const {
+  const auto gpu = gpuFor(tensor);
+  return gpu && gpu->isMapped(tensor);
+}
+
 at::Tensor Backend::allocateTensor(long size, at::TensorOptions options) {
   TORCH_CHECK_VALUE(size >= 0, "ringreduce allocateTensor: ", size, " elements");
   const auto dtype = c10::typeMetaToScalarType(options.dtype());

@@ -308,13 +308,12 @@ TEST(direct_gives_the_canonical_bits_with_the_fewest_bytes) {
                     .begin = 0,
                     .elements = 0,
                     .first = 0,
-                    .inputs = {},
-                    .outputs = {},
+                    .tensors = {},
                     .arithmetic = {combineOf(dtype, op), op == ReduceOp::kAvg, false, P, 1},
                     .abort = &nobody_gives_up};
     for (int r = 0; r < P; ++r) {
-      call.inputs[r] = reinterpret_cast<std::byte*>(staged.emplace_back(bytes, 0).data());
-      call.outputs[r] =
+      call.tensors.input[r] = reinterpret_cast<std::byte*>(staged.emplace_back(bytes, 0).data());
+      call.tensors.output[r] =
           reinterpret_cast<std::byte*>(outputs.emplace_back(bytes, shift * numbers.width()).data());
     }
     const auto with = [&]<DType d>() {
@@ -341,11 +340,11 @@ TEST(direct_gives_the_canonical_bits_with_the_fewest_bytes) {
         if (in_pieces) {
           mine.first = part.begin;
           for (int p = 0; p < P; ++p) {
-            mine.inputs[p] += part.begin * numbers.width();
-            mine.outputs[p] += part.begin * numbers.width();
+            mine.tensors.input[p] += part.begin * numbers.width();
+            mine.tensors.output[p] += part.begin * numbers.width();
           }
         }
-        direct<Element<d>>(block, mine, channel, blocks);
+        direct<Element<d>>(block, mine, block.peers(), channel, blocks);
       });
       uint64_t all = 0;
       for (uint64_t m : moved) all += m;

@@ -204,61 +204,6 @@ CUresult memImportFromShareableHandle(CUmemGenericAllocationHandle* handle, void
   w.handles[*handle] = {fd, 1};
   return CUDA_SUCCESS;
 }
-CUresult memRetainAllocationHandle(CUmemGenericAllocationHandle* handle, void* pointer) {
-  if (const auto e = fate()) return asDriver(e);
-  World& w = world();
-  const std::lock_guard lock(w.mutex);
-  const Range* range = w.find(pointer);
-  if (!range || range->kind != Range::Kind::kVirtual) return CUDA_ERROR_INVALID_VALUE;
-  *handle = w.next_handle++;
-  w.handles[*handle] = {dup(range->fd), 1};
-  return CUDA_SUCCESS;
-}
-CUresult memGetAllocationProperties(CUmemAllocationProp* properties,
-                                    CUmemGenericAllocationHandle handle) {
-  if (const auto e = fate()) return asDriver(e);
-  const std::lock_guard lock(world().mutex);
-  *properties = {};
-  properties->requestedHandleTypes = static_cast<CUmemAllocationHandleType>(
-      withTail(world().handles.at(handle).fd, [](Tail& tail) { return tail.exportable; }));
-  return CUDA_SUCCESS;
-}
-CUresult memGetAddressRange(CUdeviceptr* base, size_t* bytes, CUdeviceptr pointer) {
-  if (const auto e = fate()) return asDriver(e);
-  if (contexts.empty()) return CUDA_ERROR_INVALID_CONTEXT;
-  const std::lock_guard lock(world().mutex);
-  char* at = nullptr;
-  const Range* range = world().find(reinterpret_cast<void*>(pointer), &at);
-  if (!range) return CUDA_ERROR_NOT_FOUND;
-  *base = reinterpret_cast<CUdeviceptr>(at);
-  *bytes = range->bytes;
-  return CUDA_SUCCESS;
-}
-CUresult pointerGetAttribute(void* out, CUpointer_attribute which, CUdeviceptr pointer) {
-  if (const auto e = fate()) return asDriver(e);
-  const std::lock_guard lock(world().mutex);
-  const Range* range = world().find(reinterpret_cast<void*>(pointer));
-  if (!range) return CUDA_ERROR_INVALID_VALUE;
-  int value = 0;
-  switch (which) {
-    case CU_POINTER_ATTRIBUTE_MEMORY_TYPE:
-      value = CU_MEMORYTYPE_DEVICE;
-      break;
-    case CU_POINTER_ATTRIBUTE_IS_MANAGED:
-      break;
-    case CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL:
-      for (int i = 0; i < count(); ++i)
-        if (gpuOf(i) == range->gpu) value = i;
-      break;
-    case CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE:
-      value = range->kind == Range::Kind::kPlain && machine().ipc;
-      break;
-    default:
-      return CUDA_ERROR_INVALID_VALUE;
-  }
-  std::memcpy(out, &value, sizeof value);
-  return CUDA_SUCCESS;
-}
 
 }  // namespace
 

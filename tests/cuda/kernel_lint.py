@@ -45,6 +45,7 @@ FAMILIES = {
     "directKernel": "direct",
     "copyInKernel": "copy-in",
     "ringStepKernel": "ring-step",
+    "lookKernel": "look",
     "deliverKernel": "deliver",
     "gatherKernel": "gather",
     "carryKernel": "carry",

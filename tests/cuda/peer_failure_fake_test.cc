@@ -161,29 +161,12 @@ TEST(memory_is_shared_beside_captures_of_other_threads) {
         {
           const MappedPages pages(group, device, 1000);
           const PeerMemory memory(group, device, 1000, access);
-          const MemoryPtr buffer = access == MemoryAccess::kDescriptor
-                                       ? allocateExported(device, exportGranularity(device)).memory
-                                       : allocate(device, 1 << 20);
-          Registration made = registerBuffer(group, memory, buffer->data(), 1000);
-          CHECK_EQ(!made.buffer, access == MemoryAccess::kHost);
-          made.buffer.reset();
           group.run({Barrier{}});  // no rank frees what another maps
         }
         CHECK_EQ(fake::captures_ended.load(), 0);
       });
     }
   fake::someone_captures = false;
-}
-
-TEST(a_buffer_that_there_is_no_room_to_map_is_copied_and_no_error) {
-  run(As::kProcesses, 2, [](Group& group, int device) {
-    const PeerMemory memory(group, device, 1000);
-    const MemoryPtr buffer = allocateExported(device, exportGranularity(device)).memory;
-    fake::machine().bar1_is_full = true;  // of this process
-    const Registration made = registerBuffer(group, memory, buffer->data(), 1000);
-    CHECK(!made.buffer && says(made.refusal, "rank 0 cannot get access to mapped memory"));
-    group.run({Barrier{}});
-  });
 }
 
 // A board of each of three ranks on one host.
@@ -434,33 +417,6 @@ TEST(mapped_pages_fail_on_all_ranks_alike) {
               [&](const Fate& fate) {
                 CHECK(fate.error.empty() || says(fate.error, "rank 1 (pid"));
               }) >= 3);
-}
-
-TEST(buffers_are_registered_for_all_ranks_or_for_none) {
-  for (int victim : {0, 1})
-    for (int handles : {0, 1, 3}) {  // that its memory is of; 0: plain memory
-      const int calls = failEachCall(
-          2, victim, cudaErrorNotSupported,
-          [&](Group& group, int device, auto& arm) {
-            const PeerMemory memory(group, device, 100);
-            const std::optional<Segments> segments =
-                handles > 0 ? std::make_optional<Segments>(device, handles, true) : std::nullopt;
-            const MemoryPtr plain = allocate(device, 1 << 20);
-            std::byte* const data = segments ? segments->data() : plain->data();
-            const size_t bytes = segments ? segments->bytes() : 1000;
-            arm();
-            const Registration made = registerBuffer(group, memory, data, bytes);
-            group.run({Barrier{}});
-            CHECK(!made.buffer == !made.refusal.empty());
-            return made.refusal;
-          },
-          [&](const Fate& fate) {
-            CHECK_EQ(fake::leftovers(), "");
-            CHECK(fate.error.empty());
-            CHECK(says(fate.detail, "rank " + std::to_string(victim)));
-          });
-      CHECK(calls >= 6);
-    }
 }
 
 int main(int argc, char** argv) {

@@ -89,6 +89,7 @@ void loadKernels(int ranks) {
                                  kernels.fixed[place].located, kernels.fixed[place].ll})
         if (kernel) load(kernel);
   }
+  load(lookKernel());
   load(deliverKernel());
   for (int unit = 0; unit < kUnits; ++unit) {
     load(gatherKernel(unit));
@@ -142,10 +143,12 @@ HostCommunicator::State::State(std::shared_ptr<Group> of, int on, const Communic
   if (setting.ranks_on_device > 1 || !setting.run_at_once || options.algorithm == Choice::kDirect)
     staging = std::make_unique<PeerMemory>(*group, device, kHalves * kStagingBytes, options.access);
 
-  if (tuning.window_bytes > 0) board = std::make_unique<SegmentBoard>(*group, *memory);
+  if (options.maps_tensors && (tuning.window_bytes > 0 || staging))
+    board = std::make_unique<SegmentBoard>(*group, *memory);
 
   agreeOnStatus(*group, [&] {
-    constexpr size_t kBytes = roundUp(sizeof(DeviceComm), kLine) + sizeof(Local);
+    constexpr size_t kBytes =
+        roundUp(sizeof(DeviceComm), kLine) + sizeof(Local) + sizeof(PeerTensors);
     local = allocate(device, kBytes);
     Stream stream(device);
     stream.zero(local->data(), kBytes);
@@ -161,6 +164,7 @@ HostCommunicator::State::State(std::shared_ptr<Group> of, int on, const Communic
   });
   std::vector<HostState*> states;
   for (int r = 0; r < group->size(); ++r) states.push_back(state(r));
+  locations.emplace(*state(group->rank()));
   watchdog =
       std::make_unique<Watchdog>(*group, std::make_unique<HostRanks>(*group, std::move(states)));
 }
@@ -206,14 +210,10 @@ MemoryAccess HostCommunicator::access() const {
   return state_->memory->access();
 }
 bool HostCommunicator::usesOwnMemory(size_t bytes) const {
-  const Choice wanted = state_->options.algorithm;
-  return state_->board && wanted != Choice::kDirect && state_->isLocated(bytes, wanted);
-}
-bool HostCommunicator::gainsByRegistering(DType, size_t bytes) const {
   const State& s = *state_;
   const Choice wanted = s.options.algorithm;
-  if (!kernelsRunAtOnce() || wanted == Choice::kDirect) return s.staging != nullptr;
-  return s.isLocated(bytes, wanted);
+  if (!s.board || !s.board->reaches()) return false;
+  return !kernelsRunAtOnce() || wanted == Choice::kDirect || s.isLocated(bytes, wanted);
 }
 bool HostCommunicator::kernelsRunAtOnce() const {
   return state_->setting.run_at_once;
@@ -483,7 +483,7 @@ void HostCommunicator::allReduce(const GpuAllReduce& call, CUstream_st* stream) 
   const std::lock_guard lock(s.calls);
   const OnDevice here(s.device);
   if (size() == 1)
-    return s.dispatch(s.told(call, 0), stream, [&](uint64_t) {
+    return s.dispatch(s.told(call, Choice::kAuto), stream, [&](uint64_t) {
       s.stage(call, 0, static_cast<std::byte*>(call.output), call.count, stream);
     });
   const Choice choice = s.choose(call);
@@ -494,7 +494,7 @@ void HostCommunicator::allReduce(const GpuAllReduce& call, CUstream_st* stream) 
   const bool is_ll = fixed && goesByLL(s.tuning, bytes, wanted);
   const bool is_located = s.isLocated(bytes, wanted);
   const Choice taken = is_located ? Choice::kLocated : is_ll ? Choice::kLL : choice;
-  s.dispatch(s.told(call, static_cast<uint64_t>(taken)), stream, [&](uint64_t number) {
+  s.dispatch(s.told(call, taken), stream, [&](uint64_t number) {
     if (call.count == 0) return;
     const Kernels& kernels = kernelsOf(call.dtype);
     const DeviceAlgorithm algorithm = kernelOf(taken);
@@ -545,9 +545,7 @@ void HostCommunicator::allReduceTogether(std::span<HostCommunicator* const> rank
   std::vector<State::Begun> begun;
   size_t finished = 0;
   const Range range(Kind::kAllReduce);
-  const auto toldOf = [&](size_t i) {
-    return ranks[i]->state_->told(calls[i], static_cast<uint64_t>(choice));
-  };
+  const auto toldOf = [&](size_t i) { return ranks[i]->state_->told(calls[i], choice); };
   try {
     for (size_t i = 0; i < ranks.size(); ++i) {
       State& s = *ranks[i]->state_;

@@ -16,6 +16,9 @@ from pool import Rank
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from ringreduce._C import is_mapped
+from ringreduce.core.backend import backend_of, ringreduce_group
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import gpu_torch_jobs as jobs
@@ -71,6 +74,43 @@ def test_mappings_of_dropped_buckets_are_closed_by_no_thread_of_the_users(machin
     for names, more in machine.run(wrap_again_and_again, 2):
         assert set(names.split()) <= {"ringreduce-free", "ringreduce-map"} and names
         assert more <= BUCKET
+
+
+def train_in_mapped_buckets(me: Rank, way: str) -> bool:
+    """Whether the gradients lie where all ranks use them, after some steps of DDP."""
+    device = use_gpu(me)
+    dist.all_reduce(torch.ones(1, device=device if way == "backend" else "cpu"))
+    torch.manual_seed(5)
+    layers = [nn.Linear(1024, 1024, bias=False) for _ in range(3)]
+    model = DDP(nn.Sequential(*layers).to(device), bucket_cap_mb=5, gradient_as_bucket_view=True)
+    jobs.attach(model, way)
+    backend = backend_of(ringreduce_group(model.process_group))
+
+    def gradients(scale: float) -> list[torch.Tensor]:
+        model.zero_grad(set_to_none=False)
+        model(torch.full((2, 1024), scale, device=device)).sum().backward()
+        found = [p.grad for p in model.parameters() if p.grad is not None]
+        assert len(found) == len(layers)
+        return found
+
+    alike = [one.clone() for one in gradients(1.0)]
+    for _ in range(2):
+        gradients(1.0)
+    end = time.monotonic() + 20
+    while not (mapped := all(is_mapped(backend, one) for one in gradients(1.0))):
+        if time.monotonic() > end:
+            break
+        time.sleep(0.01)
+    mean = (me.world_size + 1) / 2  # gradients are linear in the inputs
+    for one, wanted in zip(gradients(me.rank + 1.0), alike, strict=True):
+        assert torch.allclose(one.cpu(), wanted.cpu() * mean, rtol=ROUNDINGS)
+    return mapped
+
+
+@pytest.mark.parametrize("way", ["backend", "hook"])
+def test_buckets_are_used_where_they_are(machine: Machine, way: str) -> None:
+    backend = "ringreduce" if way == "backend" else "gloo"
+    assert all(machine.run(train_in_mapped_buckets, 2, way, backend=backend))
 
 
 def test_ranks_that_run_out_of_inputs(machine: Machine) -> None:
