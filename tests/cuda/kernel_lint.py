@@ -47,6 +47,7 @@ FAMILIES = {
     "ringStepKernel": "ring-step",
     "deliverKernel": "deliver",
     "gatherKernel": "gather",
+    "locatedGatherKernel": "located-gather",
     "carryKernel": "carry",
 }
 MEASURED = "sm_90"  # the GPU that kernel_limits.txt counts registers and metadata for
