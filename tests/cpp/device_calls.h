@@ -41,10 +41,11 @@ struct Call {
   int root = 0;
   bool two_hops = false;  // a broadcast in two hops
   // By a kernel of this very number of ranks; and on tensors where they are, an all-reduce by
-  // two-shot, or by LL, one by one-shot.
+  // two-shot, a reduce-scatter or an all-gather; or by LL, an all-reduce by one-shot.
   bool fixed = false, located = false, ll = false;
   // Located: whose inputs (bit 2 r) and outputs (bit 2 r + 1) peers do not map.  As in a
-  // communicator, those that are not aligned, and inputs to be scaled, are never mapped.
+  // communicator, those that are not aligned, and inputs to be scaled, are never mapped, and only
+  // tensors that peers touch are.
   uint32_t staged = 0;
 
   bool canBeFixed() const {
@@ -183,8 +184,13 @@ void runKernel(B& block, const Call& call, RankCall rank_call, const Location& l
     const auto move = [&]<int unit>() {
       constexpr bool kNeeded = ((unitOf(sizeOf(dtypes)) == unit) || ...);
       if constexpr (compiled.moves && kNeeded)
-        if (call.unit() == unit)
+        if (call.unit() == unit) {
+          if constexpr (compiled.located)
+            if (call.located)
+              return locatedGatherBlock<unitBytes(unit), Rules>(
+                  block, *rank_call.comm, rank_call, location, block.peers(), channel, call.blocks);
           gatherBlock<unitBytes(unit), Rules>(block, rank_call, channel, call.blocks);
+        }
     };
     move.template operator()<0>();
     move.template operator()<1>();
@@ -263,14 +269,15 @@ class Calls {
       Location& location = entry.locations.emplace_back();
       location.what = calls_.size();
       if (!call.located) continue;
-      const auto place = [&](unsigned char* data, int bit) -> Place {
+      const auto place = [&](unsigned char* data, size_t parts, int bit) -> Place {
         const bool is_aligned = reinterpret_cast<uintptr_t>(data) % sizeof(Pack) == 0;
         const bool is_scaled = bit == 0 && numbers.op == ReduceOp::kPremulSum;
         if (!is_aligned || is_scaled || (call.staged >> (2 * r + bit) & 1) != 0) return {};
-        return ranks_.mapped(r, reinterpret_cast<std::byte*>(data), call.partBytes());
+        return ranks_.mapped(r, reinterpret_cast<std::byte*>(data), parts * call.partBytes());
       };
-      location.in = place(tensors.input(), 0);
-      location.out = place(tensors.output(), 1);
+      if (call.kind != Kind::kAllGather) location.in = place(tensors.input(), call.inputParts(), 0);
+      if (call.kind != Kind::kReduceScatter)
+        location.out = place(tensors.output(), call.outputParts(), 1);
     }
   }
 

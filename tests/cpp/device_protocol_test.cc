@@ -146,15 +146,17 @@ constexpr How kReduceScatter{Kind::kReduceScatter}, kAllGather{Kind::kAllGather}
     kBroadcast{Kind::kBroadcast},
     kTwoHopBroadcast{Kind::kBroadcast, DeviceAlgorithm::kTwoShot, true};
 constexpr How kLocated{Kind::kAllReduce, DeviceAlgorithm::kTwoShot, false, true};
-constexpr std::array kAll{kOneShot,   kTwoShot,         kRing,   kReduceScatter, kAllGather,
-                          kBroadcast, kTwoHopBroadcast, kLocated};
+constexpr How kLocatedScatter{Kind::kReduceScatter, DeviceAlgorithm::kTwoShot, false, true};
+constexpr How kLocatedGather{Kind::kAllGather, DeviceAlgorithm::kTwoShot, false, true};
+constexpr std::array kAll{kOneShot,   kTwoShot,         kRing,    kReduceScatter,  kAllGather,
+                          kBroadcast, kTwoHopBroadcast, kLocated, kLocatedScatter, kLocatedGather};
 
 constexpr How kLL{Kind::kAllReduce, DeviceAlgorithm::kOneShot, false, false, true};
 
 // By kernels of a number of ranks, where there are any.
-constexpr std::array kFixed{kOneShot, kTwoShot, kLocated, kReduceScatter, kLL};
+constexpr std::array kFixed{kOneShot, kTwoShot, kLocated, kReduceScatter, kLocatedScatter, kLL};
 constexpr std::array kLLs{kLL};
-constexpr std::array kLocateds{kLocated};
+constexpr std::array kLocateds{kLocated, kLocatedScatter, kLocatedGather};
 constexpr std::array kOneShots{kOneShot};
 constexpr std::array kTwoShots{kTwoShot};
 constexpr std::array kRings{kRing};
@@ -395,12 +397,13 @@ class Impatient : public host::Block {
 
 // Rank 0 gives up on rank 1, which comes late, or is slow: it has found rank 0's tensors by then.
 template <class B = host::Block>
-void leftAlone(std::chrono::milliseconds late, std::chrono::milliseconds slowly,
+void leftAlone(Kind kind, std::chrono::milliseconds late, std::chrono::milliseconds slowly,
                uint64_t clock = 1) {
   constexpr Shape kShape{2, 1, 1};
   Ranks ranks(layoutOf(kShape, 2));
   Calls calls(ranks, kLong * clock);
-  calls.add({.numbers = &numbersOf(kShape.ranks),
+  calls.add({.kind = kind,
+             .numbers = &numbersOf(kShape.ranks),
              .count = 2 * kChunkElements,
              .in_place = true,
              .located = true});
@@ -421,7 +424,9 @@ void leftAlone(std::chrono::milliseconds late, std::chrono::milliseconds slowly,
 
 const mutants::Mutants kMutants{
     {"left_without_a_wait",
-     [] { leftAlone<Impatient>({}, std::chrono::milliseconds(600), kFast); }},
+     [] { leftAlone<Impatient>(Kind::kAllReduce, {}, std::chrono::milliseconds(600), kFast); }},
+    {"left_a_gather_without_a_wait",
+     [] { leftAlone<Impatient>(Kind::kAllGather, {}, std::chrono::milliseconds(600), kFast); }},
     {"ring_weak_publish", [] { mixed<WeakPublish, kRings>({3, 1, 2}, 40); }},
     {"ring_weak_observe", [] { mixed<WeakObserve, kRings>({3, 1, 2}, 40); }},
     {"push_weak_publish", [] { mixed<WeakPublish, kPushes>({3, 1, 2}, 40); }},
@@ -466,18 +471,24 @@ TEST(kernels_of_a_number_of_ranks_hold_under_random_delays) {
 }
 
 TEST(who_has_left_is_left_alone) {
-  leftAlone({}, std::chrono::milliseconds(1000));
-  leftAlone(std::chrono::milliseconds(1000), {});
-  leftAlone(std::chrono::milliseconds(3000), {});  // after the farewell
+  for (const Kind kind : {Kind::kAllReduce, Kind::kReduceScatter, Kind::kAllGather}) {
+    leftAlone(kind, {}, std::chrono::milliseconds(1000));
+    leftAlone(kind, std::chrono::milliseconds(1000), {});
+    leftAlone(kind, std::chrono::milliseconds(3000), {});  // after the farewell
+  }
 }
 
 // A peer that is in another call, or whose tensor reaches beyond its segment.
 TEST(nothing_is_touched_where_calls_or_segments_do_not_fit) {
   constexpr Shape kShape{2, 1, 2};
-  for (const bool other_call : {true, false}) {
+  for (const auto& [kind, other_call] :
+       {std::pair{Kind::kAllReduce, true}, std::pair{Kind::kAllReduce, false},
+        std::pair{Kind::kReduceScatter, true}, std::pair{Kind::kReduceScatter, false},
+        std::pair{Kind::kAllGather, true}, std::pair{Kind::kAllGather, false}}) {
     Ranks ranks(layoutOf(kShape, 2));
     Calls calls(ranks, kLong);
-    calls.add({.numbers = &numbersOf(kShape.ranks),
+    calls.add({.kind = kind,
+               .numbers = &numbersOf(kShape.ranks),
                .count = 2 * kChunkElements,
                .in_place = false,
                .located = true});
@@ -485,7 +496,7 @@ TEST(nothing_is_touched_where_calls_or_segments_do_not_fit) {
     if (other_call)
       ++theirs.what;
     else
-      --ranks.entry(0, 1, theirs.in.segment).bytes;
+      --ranks.entry(0, 1, std::max(theirs.in.segment, theirs.out.segment)).bytes;
     host::run(kShape, 1, [&](host::Block& block, int r, int c, size_t kernel) {
       calls.at<Delayed, compiledFor(kLocateds), DType::kFloat32>(block, r, c, kernel);
     });

@@ -86,6 +86,7 @@ constexpr Tuning tuned(int blocks, uint64_t depth) {
           .ll_most = 0,
           .window_bytes = oracle::kMost * 8 * size_t{8},
           .located_least = 0,
+          .parts_located = 0,
           .shared_lead = 0};
 }
 
@@ -131,7 +132,11 @@ Call drawn(Kind kind, DeviceAlgorithm algorithm, const Case& numbers, const Tuni
     call.count = std::min(call.count, oracle::kMost / P);
     const size_t unit = call.moves() ? unitBytes(call.unit()) : numbers.width();
     call.two_hops = call.kind == Kind::kBroadcast && die(2) == 0;
-    const PartShape shape = partShapeOf(t, call.partBytes() / unit, numbers.P, unit, call.two_hops);
+    call.located = call.kind != Kind::kBroadcast && die(2) == 0;
+    const size_t units = call.partBytes() / unit;
+    const PartShape shape = call.located && die(2) == 0
+                                ? locatedPartShapeOf(t, units, numbers.P, unit)
+                                : partShapeOf(t, units, numbers.P, unit, call.two_hops);
     if (die(2) == 0) call.slice = shape.slice;
     call.blocks = shape.channels;
   }
@@ -425,6 +430,42 @@ TEST(located_tensors_are_copied_only_where_they_are_not_mapped) {
             }
           }
         }
+}
+
+TEST(located_parts_are_copied_only_where_they_are_not_mapped) {
+  for (int P = 2; P <= 8; ++P)
+    for (DType dtype : {DType::kFloat32, DType::kFloat16, DType::kInt8})
+      for (const uint32_t staged : {0u, ~0u, 0b11u, 0b0110u, 0b100100u})
+        for (const Kind kind : {Kind::kReduceScatter, Kind::kAllGather})
+          for (bool in_place : {false, true}) {
+            constexpr int kBlocks = 2;
+            const Case numbers(P, dtype, ReduceOp::kSum);
+            const auto p = static_cast<uint64_t>(P);
+            // A tail in the last turn.
+            Call call{.kind = kind,
+                      .numbers = &numbers,
+                      .count = 3 * kChunkElements + 16,
+                      .blocks = kBlocks,
+                      .in_place = in_place,
+                      .located = true,
+                      .staged = staged};
+            const uint64_t part = call.partBytes();
+            for (const bool fixed : {false, true}) {
+              if (fixed && !call.canBeFixed()) continue;
+              call.fixed = fixed;
+              Ranks ranks(tuned(kBlocks, 2).layout(P));
+              Calls calls(ranks);
+              calls.add(call);
+              const std::vector<uint64_t> moved = runAll(calls, {P, kBlocks, 2});
+              calls.verify();
+              const bool gathers = kind == Kind::kAllGather;
+              for (uint64_t r = 0; r < p; ++r) {
+                const uint64_t copies = staged >> (2 * r + gathers) & 1;
+                const uint64_t own = gathers && in_place ? 0 : 1;
+                CHECK_EQ(moved[r], (p + own + copies * 2 * (p - 1)) * part);
+              }
+            }
+          }
 }
 
 TEST(calls_of_parts_move_the_bytes_that_their_headers_say) {

@@ -281,7 +281,7 @@ struct Call {
   bool two_hops = false;  // a broadcast in two hops
   bool fixed = false;     // an all-reduce of 2, 4 or 8 ranks by kernels for that number
   bool ll = false;        // the same by LL
-  bool located = false;   // an all-reduce of tensors where they are
+  bool located = false;   // on tensors where they are; no broadcast
   uint32_t staged = 0;    // whose inputs (bit 2 r) and outputs (bit 2 r + 1) peers do not map
 
   size_t parts(int ranks) const {
@@ -392,7 +392,8 @@ Program record(const Shape& shape, const std::vector<Call>& calls, const Mutant&
     };
     // Where peer p's tensors are, and what it says of them.
     const auto mapped = [&](int p, int output) {
-      return (call.staged >> (2 * p + output) & 1) == 0;
+      const bool peers_touch_it = output ? !scatters : !gathers;
+      return peers_touch_it && (call.staged >> (2 * p + output) & 1) == 0;
     };
     const auto locationOf = [&](int p) {
       const auto place = [&](int output) {
@@ -405,14 +406,20 @@ Program record(const Shape& shape, const std::vector<Call>& calls, const Mutant&
     std::vector<PeerTensors> tensors;
     for (size_t turn = 0; call.located && turn < kMostTurns; ++turn) {
       PeerTensors& now = tensors.emplace_back();
-      const size_t begin = Cut{call.count, shape.ranks}
-                               .slice(r, call.slice, turn * size(call.channels) + size(c))
-                               .begin;
+      const size_t chunk =
+          scatters || gathers ? call.count : Cut{call.count, shape.ranks}.chunkSize();
+      const Span whole = piece(call.parts(shape.ranks) * call.count, chunk, size(r));
+      const size_t begin =
+          whole.begin + piece(whole.size, call.slice, turn * size(call.channels) + size(c)).begin;
       for (int p = 0; p < shape.ranks; ++p) {
         const auto at = [&](int output) {
           if (!mapped(p, output) && (p != r || call.shift * kWidth % sizeof(Pack) != 0))
             return comm.base[p] + comm.layout.window() +
                    size(r * call.channels + c) * call.slice * kWidth;
+          if (!mapped(p, output)) {  // its own, which may be its part alone
+            const bool alone = output ? scatters : gathers;
+            return (output ? out : in) + (begin - (alone ? whole.begin : 0)) * kWidth;
+          }
           std::byte* const user =
               reinterpret_cast<std::byte*>(users[2 * size(p) + size(output && !one)].data());
           return user + (call.shift + begin) * kWidth;
@@ -453,7 +460,10 @@ Program record(const Shape& shape, const std::vector<Call>& calls, const Mutant&
           allReduceBlock<kRing, E, Rules>(block, comm, rank_call, c, call.channels);
       };
       const int fixed = call.fixed || call.ll ? shape.ranks : 0;
-      if (call.kind == Kind::kAllGather || call.kind == Kind::kBroadcast)
+      if (gathers && call.located)
+        locatedGatherBlock<kWidth, Rules>(block, comm, rank_call, location, here_shared, c,
+                                          call.channels);
+      else if (gathers || call.kind == Kind::kBroadcast)
         gatherBlock<kWidth, Rules>(block, rank_call, c, call.channels);
       else if (!E::kFloating || fixed == 0)
         run.template operator()<0>();

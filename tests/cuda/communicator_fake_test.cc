@@ -14,6 +14,7 @@
 // In place of the kernels, which nvcc compiles.
 namespace ringreduce::cuda {
 constexpr char kLL = 0, kFixed = 0;  // of a number of ranks: of them only LL need be told apart
+constexpr char kLocated = 0;         // or these
 constexpr char kAllReduce[kDeviceAlgorithms] = {};
 const Kernels& kernelsOf(DType dtype) {
   static const auto all = [] {
@@ -24,7 +25,8 @@ const Kernels& kernelsOf(DType dtype) {
       for (int a = 0; a < kDeviceAlgorithms; ++a)
         if (hasKernel(static_cast<DeviceAlgorithm>(a), of)) kernels.all_reduce[a] = &kAllReduce[a];
       if (hasFixedKernels(of))
-        for (FixedKernels& fixed : kernels.fixed) fixed = {&kFixed, &kFixed, &kFixed, &kLL};
+        for (FixedKernels& fixed : kernels.fixed) fixed = {&kFixed, &kFixed, &kLocated, &kLL};
+      kernels.located = &kLocated;
     }
     return made;
   }();
@@ -38,6 +40,9 @@ const void* deliverKernel() {
 }
 const void* gatherKernel(int) {
   return nullptr;
+}
+const void* locatedGatherKernel(int) {
+  return &kLocated;
 }
 const void* carryKernel(int) {
   return nullptr;
@@ -201,6 +206,55 @@ TEST(small_messages_go_by_ll) {
       CHECK(comm->wait(20 * kSecond));
     });
   }
+  fake::run_kernel = nullptr;
+}
+
+// FSDP's calls, of parts.
+TEST(long_parts_are_used_where_they_are_on_linked_gpus) {
+  static std::atomic<const void*> launched;
+  fake::run_kernel = [](const void* kernel, void**, int) { launched = kernel; };
+  fake::machine().gpus = 3;
+  alignas(16) static char memory[1024];
+  for (const int size : {2, 3})
+    for (const bool linked : {true, false})
+      for (const cuda::Choice wanted : {Choice::kAuto, Choice::kLocated, Choice::kTwoShot}) {
+        fake::machine().apart[0][1] = fake::machine().apart[1][0] = !linked;
+        peers::run(As::kThreads, size, [&](Group& group, int) {
+          const auto comm = cuda::HostCommunicator::create(group.shared_from_this(), group.rank(),
+                                                           {.algorithm = wanted, .access = {}});
+          const auto isLocated = [&](bool scatters, DType dtype, size_t all) {
+            const size_t count = all / static_cast<size_t>(size) / sizeOf(dtype);
+            char* const own = memory + static_cast<size_t>(group.rank()) * count * sizeOf(dtype);
+            group.run({Barrier{}});
+            launched = memory;
+            group.run({Barrier{}});
+            if (scatters)
+              comm->reduceScatter({.input = memory,
+                                   .output = own,
+                                   .count = count,
+                                   .dtype = dtype,
+                                   .op = ReduceOp::kSum},
+                                  stream(1));
+            else
+              comm->allGather({.input = own, .output = memory, .count = count, .dtype = dtype},
+                              stream(1));
+            CHECK(launched != memory);
+            return launched == &ringreduce::cuda::kLocated;
+          };
+          const size_t least = (size_t{8} << 20) * static_cast<size_t>(size);
+          for (const DType dtype : {DType::kFloat32, DType::kInt64}) {
+            const bool long_ones =
+                wanted == Choice::kLocated || (wanted == Choice::kAuto && linked);
+            CHECK_EQ(comm->usesOwnMemory(least), long_ones);
+            for (const bool scatters : {true, false}) {
+              CHECK_EQ(isLocated(scatters, dtype, least), long_ones);
+              CHECK_EQ(isLocated(scatters, dtype, size_t{1} << 20), wanted == Choice::kLocated);
+            }
+          }
+          CHECK(comm->wait(20 * kSecond));
+        });
+      }
+  fake::machine().apart[0][1] = fake::machine().apart[1][0] = false;
   fake::run_kernel = nullptr;
 }
 

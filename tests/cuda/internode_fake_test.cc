@@ -74,6 +74,9 @@ const void* deliverKernel() {
 const void* gatherKernel(int) {
   return nullptr;
 }
+const void* locatedGatherKernel(int) {
+  return nullptr;
+}
 const void* carryKernel(int) {
   return nullptr;
 }

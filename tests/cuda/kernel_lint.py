@@ -48,6 +48,7 @@ FAMILIES = {
     "lookKernel": "look",
     "deliverKernel": "deliver",
     "gatherKernel": "gather",
+    "locatedGatherKernel": "located-gather",
     "carryKernel": "carry",
 }
 MEASURED = "sm_90"  # the GPU that kernel_limits.txt counts registers and metadata for

@@ -1,5 +1,6 @@
-// Runs the PTX of the all-reduce kernels in an interpreter (ptx.h), with random calls, ranks,
-// tensors and orders of warps, and compares the bits with the oracle of the CPU's tests.
+// Runs the PTX of the all-reduce kernels, and of those for parts of located tensors, in an
+// interpreter (ptx.h), with random calls, ranks, tensors and orders of warps, and compares the bits
+// with the oracle of the CPU's tests.
 //
 //     ptx_run FILE... [--cases N] [--seed S] [--mutants]
 //
@@ -10,10 +11,11 @@
 //
 // Messages have up to 4,099 elements, which is enough for every loop of sums.  Loops of copies take
 // eight packs at once and need 8,192 elements of 4 bytes in a slice, so of these only those for 8
-// bytes run.  Reduce-scatter, all-gather, broadcast, the direct kernels, and what follows a
-// deadline or an abort do not run here.
+// bytes run.  Reduce-scatter and all-gather through slots, broadcast, the direct kernels, and what
+// follows a deadline or an abort do not run here.
 #define CHECK_OWN_MAIN
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cstdio>
 #include <optional>
@@ -34,12 +36,14 @@ using host::Calls;
 constexpr auto kOne = DeviceAlgorithm::kOneShot, kTwo = DeviceAlgorithm::kTwoShot,
                kRing = DeviceAlgorithm::kRing;
 
-// A kernel of all-reduce: of any number of ranks, or of the one that it is compiled for.
+// A kernel of all-reduce: of any number of ranks, or of the one that it is compiled for.  Located
+// ones reduce and scatter too.  Or one of the located all-gather, for elements of a unit.
 struct Which {
   DeviceAlgorithm algorithm;
   DType dtype;
   int ranks = 0;  // 0: any
   bool located = false, ll = false;
+  int unit = -1;
 
   // A launch a rank.
   bool isRanks() const { return ranks > 0 || located; }
@@ -50,21 +54,26 @@ struct Which {
     const std::string how = "LNS0_15DeviceAlgorithmE" + number(algorithm) + "E";
     const std::string of = "Li" + number(ranks) + "EEEvNS0_10RankLaunchE";
     const std::string begin = "_ZN10ringreduce4cuda";
+    if (unit >= 0)
+      return begin + "21locatedGatherKernelOfILi" + number(unit) + "EEEvNS0_10RankLaunchE";
     if (located) return begin + "13locatedKernelI" + type + of;
     if (ll) return begin + "8llKernelI" + type + of;
     if (ranks > 0) return begin + "11fixedKernelI" + how + type + of;
     return begin + "15allReduceKernelI" + how + type + "EEvNS0_11RanksLaunchE";
   }
   std::string text() const {
-    return (located ? "located"
-            : ll    ? "LL"
-                    : kDeviceAlgorithmNames[static_cast<int>(algorithm)]) +
+    return (unit >= 0 ? "located all-gather"
+            : located ? "located"
+            : ll      ? "LL"
+                      : kDeviceAlgorithmNames[static_cast<int>(algorithm)]) +
            (ranks > 0 ? " of " + std::to_string(ranks) : "");
   }
 };
 
 std::vector<Which> everyKernel() {
   std::vector<Which> all;
+  for (int unit = 0; unit < kUnits; ++unit)
+    all.push_back({kTwo, DType::kFloat32, 0, true, false, unit});
   for (int t = 0; t < kKernelDTypes; ++t) {
     const auto dtype = static_cast<DType>(t);
     for (const auto algorithm : {kOne, kTwo, kRing})
@@ -147,6 +156,13 @@ void runCase(Program& program, uint64_t seed, std::optional<Which> which = {},
               .count = 0};
     call.fixed = which ? which->ranks > 0 : call.canBeFixed() && below(4) > 0;
     call.located = which ? which->located : call.algorithm == kTwo && below(2) == 0;
+    if (call.located)
+      call.kind =
+          which ? which->unit >= 0 ? Kind::kAllGather
+                  : below(2) == 0  ? Kind::kAllReduce
+                                   : Kind::kReduceScatter
+                : std::array{Kind::kAllReduce, Kind::kReduceScatter, Kind::kAllGather}[below(3)];
+    if (call.kind == Kind::kAllGather) call.fixed = false;
     // Each tensor by a coin; and where ranks' tensors are at other offsets, some are not aligned.
     call.staged = static_cast<uint32_t>(random());
     call.ll = which ? which->ll : call.fixed && call.algorithm == kOne && below(2) == 0;
@@ -156,6 +172,7 @@ void runCase(Program& program, uint64_t seed, std::optional<Which> which = {},
     call.count = below(6) == 0                  ? below(40)
                  : slice > 512 && below(2) == 0 ? oracle::kMost - below(8)
                                                 : below(most + 1);
+    if (call.kind != Kind::kAllReduce) call.count /= static_cast<size_t>(numbers.P);
     call.blocks = blocks;
     call.slice = slice;
     call.window = 1 + below(2);
@@ -163,7 +180,8 @@ void runCase(Program& program, uint64_t seed, std::optional<Which> which = {},
     call.place = static_cast<Alignment>(below(4));
     call.device_factor = below(2) == 0;
     calls.add(call);
-    kernels.push_back({call.algorithm, type, call.fixed ? numbers.P : 0, call.located, call.ll});
+    kernels.push_back({call.algorithm, type, call.fixed ? numbers.P : 0, call.located, call.ll,
+                       call.moves() ? call.unit() : -1});
   }
 
   ptx::Machine machine(seed);
@@ -193,9 +211,9 @@ void runCase(Program& program, uint64_t seed, std::optional<Which> which = {},
     std::vector<RanksLaunch> launches(together ? 1 : static_cast<size_t>(numbers.P));
     for (int r = 0; r < numbers.P; ++r) {
       const RankCall& call = calls.rankCall(i, r);
-      const size_t bytes = call.count * numbers.width();
-      give(call.input, bytes);
-      give(call.output, bytes);
+      const Call& of = calls.call(i);
+      give(call.input, of.inputParts() * of.partBytes());
+      give(call.output, of.outputParts() * of.partBytes());
       if (call.factor) give(call.factor, type == DType::kFloat64 ? 8 : 4);
       if (kernels[i].isRanks()) {
         start(RankLaunch{ranks.comm(r), call, calls.location(i, r)}, blocks, r);
@@ -296,6 +314,18 @@ const Mutant kMutants[] = {
      kAll},
     {"acquires of flags are relaxed",
      {kTwo, kF32, 2, true},
+     kAdd,
+     "ld.acquire.sys.u64",
+     "ld.relaxed.sys.u64",
+     kAll},
+    {"releases of flags are relaxed",
+     {kTwo, kF32, 0, true, false, 2},
+     kAdd,
+     "st.release.sys.u64",
+     "st.relaxed.sys.u64",
+     kAll},
+    {"acquires of flags are relaxed",
+     {kTwo, kF32, 0, true, false, 2},
      kAdd,
      "ld.acquire.sys.u64",
      "ld.relaxed.sys.u64",

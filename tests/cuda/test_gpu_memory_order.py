@@ -543,7 +543,8 @@ LL_SETS = 2  # kLLSets
 # Shape 6, tensors where they are (located.h): rank a says in the line of its flag where its tensor
 # is.  Rank b looks that up in its table, tells its other thread, reads a's addends and writes sums
 # there.  In the next turn a writes the line and the tensor again.  Before all this b's mapping
-# thread has filled the table, and a's has learnt of it.
+# thread has filled the table, and a's has learnt of it.  An all-reduce does both there, a
+# reduce-scatter only reads and an all-gather only writes.
 def located() -> Shape:
     a, b = Rank("a"), Rank("b")
     a.observe("mapped", 1)

@@ -93,6 +93,7 @@ void loadKernels(int ranks) {
   load(deliverKernel());
   for (int unit = 0; unit < kUnits; ++unit) {
     load(gatherKernel(unit));
+    load(locatedGatherKernel(unit));
     load(carryKernel(unit));
   }
 }
@@ -283,21 +284,54 @@ bool HostCommunicator::State::isLocated(size_t bytes, Choice wanted) const {
   return wanted == Choice::kLocated || (wanted == Choice::kAuto && bytes >= tuning.located_least);
 }
 
+bool HostCommunicator::State::partsAreLocated(size_t count, DType dtype) const {
+  const size_t bytes = static_cast<size_t>(group->size()) * count * sizeOf(dtype);
+  return options.algorithm == Choice::kLocated ||
+         (options.algorithm == Choice::kAuto && bytes >= tuning.parts_located);
+}
+
+Place HostCommunicator::State::placeOf(const void* data, size_t parts, size_t bytes,
+                                       cudaStream_t stream) {
+  // Peers would add or move elements that are not aligned one at a time.
+  const size_t odd = reinterpret_cast<uintptr_t>(data) | (parts > 1 ? bytes : 0);
+  if (!board || odd % sizeof(Pack) != 0) return {};
+  const Place place = board->find(data, parts * bytes);
+  if (place.segment != 0 && captureOf(stream)) board->keep(place);
+  return place;
+}
+
+namespace {
+
+uint64_t hashOf(std::initializer_list<uint64_t> words) {
+  uint64_t hash = 0;
+  for (const uint64_t word : words) hash = mixed(hash, word);
+  return hash;
+}
+
+}  // namespace
+
 Location HostCommunicator::State::locationOf(const GpuAllReduce& call, cudaStream_t stream) {
-  uint64_t what = 0;
-  for (const uint64_t word : {uint64_t{call.count}, static_cast<uint64_t>(call.dtype),
-                              static_cast<uint64_t>(call.op), call.borders})
-    what = mixed(what, word);
-  const auto placeOf = [&](const void* data) -> Place {
-    // Peers would add elements that are not aligned one at a time.
-    if (!board || reinterpret_cast<uintptr_t>(data) % sizeof(Pack) != 0) return {};
-    const Place place = board->find(data, call.count * sizeOf(call.dtype));
-    if (place.segment != 0 && captureOf(stream)) board->keep(place);
-    return place;
-  };
+  const size_t bytes = call.count * sizeOf(call.dtype);
   // Inputs to be scaled are copied anyway.
-  return {call.op == ReduceOp::kPremulSum ? Place{} : placeOf(call.input), placeOf(call.output),
-          what};
+  return {call.op == ReduceOp::kPremulSum ? Place{} : placeOf(call.input, 1, bytes, stream),
+          placeOf(call.output, 1, bytes, stream),
+          hashOf({call.count, static_cast<uint64_t>(call.dtype), static_cast<uint64_t>(call.op),
+                  call.borders})};
+}
+Location HostCommunicator::State::locationOf(const GpuReduceScatter& call, cudaStream_t stream) {
+  const auto size = static_cast<size_t>(group->size());
+  const size_t bytes = call.count * sizeOf(call.dtype);
+  return {call.op == ReduceOp::kPremulSum ? Place{} : placeOf(call.input, size, bytes, stream),
+          {},
+          hashOf({static_cast<uint64_t>(Kind::kReduceScatter), call.count,
+                  static_cast<uint64_t>(call.dtype), static_cast<uint64_t>(call.op)})};
+}
+Location HostCommunicator::State::locationOf(const GpuAllGather& call, cudaStream_t stream) {
+  const auto size = static_cast<size_t>(group->size());
+  return {{},
+          placeOf(call.output, size, call.count * sizeOf(call.dtype), stream),
+          hashOf({static_cast<uint64_t>(Kind::kAllGather), call.count,
+                  static_cast<uint64_t>(call.dtype)})};
 }
 
 const FixedKernels* HostCommunicator::State::fixedOf(DType dtype, ReduceOp op) const {
@@ -583,6 +617,13 @@ void HostCommunicator::State::push(RankCall call, const void* kernel, const void
   launchRank(call, kernel, fixed, shape.channels, stream);
 }
 
+void HostCommunicator::State::launchLocated(RankCall call, const void* kernel, size_t width,
+                                            const Location& location, cudaStream_t stream) const {
+  const PartShape shape = locatedPartShapeOf(tuning, call.count, group->size(), width);
+  call.slice = shape.slice;
+  launchRank(call, nullptr, kernel, shape.channels, stream, location);
+}
+
 template <class Call, class Alone, class Push>
 void HostCommunicator::State::perform(const Call& call, cudaStream_t stream, Alone alone,
                                       Push push) {
@@ -608,6 +649,11 @@ void HostCommunicator::reduceScatter(const GpuReduceScatter& call, CUstream_st* 
   s.perform(call, stream, alone, [&](uint64_t number) {
     RankCall of_rank = s.rankCall(call, number);
     of_rank.scatter = true;
+    if (s.partsAreLocated(call.count, call.dtype)) {
+      const FixedKernels* fixed = s.fixedOf(call.dtype, call.op);
+      return s.launchLocated(of_rank, fixed ? fixed->located : kernelsOf(call.dtype).located,
+                             sizeOf(call.dtype), s.locationOf(call, stream), stream);
+    }
     constexpr auto kKernel = static_cast<size_t>(DeviceAlgorithm::kTwoShot);
     const FixedKernels* fixed = s.fixedOf(call.dtype, call.op);
     s.push(of_rank, kernelsOf(call.dtype).all_reduce[kKernel], fixed ? fixed->two_shot : nullptr,
@@ -620,8 +666,12 @@ void HostCommunicator::allGather(const GpuAllGather& call, CUstream_st* stream) 
   s.perform(call, stream, nullptr, [&](uint64_t number) {
     const int unit = unitOf(sizeOf(call.dtype));
     const size_t units = call.count * sizeOf(call.dtype) / unitBytes(unit);
-    s.push(s.movingCall(call.input, call.output, units, call.dtype, call.timeout, number),
-           gatherKernel(unit), nullptr, unitBytes(unit), stream);
+    const RankCall of_rank =
+        s.movingCall(call.input, call.output, units, call.dtype, call.timeout, number);
+    if (s.partsAreLocated(call.count, call.dtype))
+      return s.launchLocated(of_rank, locatedGatherKernel(unit), unitBytes(unit),
+                             s.locationOf(call, stream), stream);
+    s.push(of_rank, gatherKernel(unit), nullptr, unitBytes(unit), stream);
   });
 }
 

@@ -62,8 +62,15 @@ struct HostCommunicator::State {
   }
   // Whether an all-reduce of so many bytes uses tensors where they are; the same on all ranks.
   bool isLocated(size_t bytes, Choice wanted) const;
+  // The same of a call with parts of `count` elements.
+  bool partsAreLocated(size_t count, DType dtype) const;
+  // Where a tensor is that peers read or write, of parts of so many bytes; none if it has to be
+  // copied.
+  Place placeOf(const void* data, size_t parts, size_t bytes, cudaStream_t stream);
   // Where this rank's tensors are, for its kernel.
   Location locationOf(const GpuAllReduce& call, cudaStream_t stream);
+  Location locationOf(const GpuReduceScatter& call, cudaStream_t stream);
+  Location locationOf(const GpuAllGather& call, cudaStream_t stream);
   PartShape shapeOf(const GpuAllReduce& call, Choice choice) const;
   Arithmetic arithmeticOf(DType dtype, ReduceOp op, double factor) const;
   // A kernel's arguments, without a slice.  The second is of calls that only move data, and the
@@ -97,6 +104,9 @@ struct HostCommunicator::State {
   void perform(const Call& call, cudaStream_t stream, Alone alone, Push push);
   void push(RankCall call, const void* kernel, const void* fixed, size_t bytes,
             cudaStream_t stream);
+  // The same for a call on tensors where they are, with parts of elements of `width` bytes.
+  void launchLocated(RankCall call, const void* kernel, size_t width, const Location& location,
+                     cudaStream_t stream) const;
   // The kernels of a call for this very number of ranks; null if there are none.
   const FixedKernels* fixedOf(DType dtype, ReduceOp op) const;
   // Launches this rank's kernel of a call that waits for its peers: `fixed`, which takes a

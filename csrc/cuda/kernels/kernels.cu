@@ -73,6 +73,13 @@ const void* gatherKernel(int unit) {
   return kernels[unit];
 }
 
+const void* locatedGatherKernel(int unit) {
+  static const void* const kernels[kUnits] = {pointerTo(locatedGatherKernelOf<0>),
+                                              pointerTo(locatedGatherKernelOf<1>),
+                                              pointerTo(locatedGatherKernelOf<2>)};
+  return kernels[unit];
+}
+
 const void* carryKernel(int unit) {
   static const void* const kernels[kUnits] = {
       pointerTo(carryKernelOf<0>), pointerTo(carryKernelOf<1>), pointerTo(carryKernelOf<2>)};

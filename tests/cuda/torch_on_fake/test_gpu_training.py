@@ -180,6 +180,47 @@ def tensors_that_peers_map(me: Rank) -> bool:
     return own
 
 
+def shards_that_peers_map(me: Rank) -> None:
+    """What FSDP calls, on the group's own memory, while it is offered and when it is mapped.
+
+    In some steps a rank passes memory of torch's, or all pass tensors that begin at odd places.
+    """
+    device, P = use_gpu(me), me.world_size
+    group = dist.group.WORLD
+    assert group is not None
+    backend = group._get_backend(device)
+    dist.all_reduce(torch.ones(1, device=device))  # makes the communicator
+    n = (9 << 20) // 4 // P // 4 * 4
+    whole = backend.allocate_tensor(n * P, dtype=torch.float32, device=device)
+    shard = backend.allocate_tensor(n, dtype=torch.float32, device=device)
+    of_torch = torch.empty(n * P, device=device)
+    places = torch.arange(n * P, dtype=torch.float32).remainder(1009)
+    for step in range(6):
+        odd = 1 if step == 5 else 0
+        m = n - 3 * odd
+        full = (of_torch if step > 2 and me.rank == step % P else whole)[odd : odd + m * P]
+        part = shard[odd : odd + m]
+        full.copy_(places[: m * P] + me.rank + step)
+        dist.reduce_scatter_tensor(part, full)
+        sums = places[: m * P] * P + sum(r + step for r in range(P))
+        assert torch.equal(part.cpu(), sums[m * me.rank :][:m]), step
+        full.zero_()
+        mine = full[m * me.rank :][:m] if step % 2 else part
+        mine.copy_(places[:m] + me.rank)
+        dist.all_gather_into_tensor(full, mine)
+        gathered = torch.cat([places[:m] + r for r in range(P)])
+        assert torch.equal(full.cpu(), gathered), step
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "located"])
+def test_shards_in_memory_that_peers_map(machine: Machine, algorithm: str) -> None:
+    if algorithm == "located" and machine.name == "one GPU":
+        pytest.skip("processes take turns there")
+    for ranks in (2, 3):
+        machine.run(shards_that_peers_map, ranks, RINGREDUCE_CUDA_ALGORITHM=algorithm)
+
+
 @pytest.mark.parametrize("algorithm", ["auto", "located"])
 def test_tensors_in_memory_that_peers_map(machine: Machine, algorithm: str) -> None:
     if algorithm == "located" and machine.name == "one GPU":
