@@ -242,7 +242,7 @@ test-full: build
 nightly: build
 	$(BIN)/python -m pytest tests/tools/test_bench_runs.py -q
 	RINGREDUCE_TEST_FULL=1 $(BIN)/python -m pytest tests -q \
-	  -k "2_to_the_31 or sigkill_amid or names_a_survivor or many_groups or burn_a_core or soak or \
+	  -k "2_to_the_31 or sigkill_amid or costs_no_round or names_a_survivor or many_groups or burn_a_core or soak or \
 	  compiled_steps or properties or random_faults"
 	RINGREDUCE_TEST_FULL=1 $(MAKE) torch-on-fake
 	$(MAKE) torch-suite-tcp

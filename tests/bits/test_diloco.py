@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -195,7 +196,11 @@ def test_a_round_in_each_step_is_data_parallel_training(me: Rank) -> None:
 
 
 def sent() -> int:
-    """Bytes to ranks that this one does not share memory with."""
+    """Bytes to ranks that this one does not share memory with.  Collective: operations look at the
+    lines every 20 ms, and all before the first of these has arrived."""
+    for _ in range(3):
+        dist.all_reduce(torch.ones(1))
+        time.sleep(0.05)
     assert dist.group.WORLD is not None
     return sum(line[1] for line in extension().lines(backend_of(dist.group.WORLD)))
 
@@ -275,9 +280,9 @@ def test_rounds_by_time_weigh_by_tokens(me: Rank) -> None:
     model = net()
     optimizer = adam(model)
     learn = learner([model], [optimizer])
-    time, pace = 0.0, (2, 4)[me.rank]
+    passed, pace = 0.0, (2, 4)[me.rank]
     patch = pytest.MonkeyPatch()
-    patch.setattr("ringreduce.diloco.clock.now", lambda: time)
+    patch.setattr("ringreduce.diloco.clock.now", lambda: passed)
 
     def tokens(rank: int, step: int) -> int:
         return 10 + rank * step
@@ -287,7 +292,7 @@ def test_rounds_by_time_weigh_by_tokens(me: Rank) -> None:
     with diloco:
         for number in range(6 * pace):
             diloco.count(tokens(me.rank, number // pace + 1))
-            time += 1 / pace
+            passed += 1 / pace
             learn(0, number + 1, me.rank)
             if number % pace == pace - 1:
                 seen.append(digest(model))
