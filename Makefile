@@ -361,7 +361,7 @@ cuda-build: $(if $(CUDA_NVCC),,$(CUDA_VENV)/.ready)
 	$(PYTHON) tests/cuda/kernel_report.py $(CUDA_BUILD)/ptxas.log
 	$(PYTHON) tests/cuda/kernel_lint.py --tools $(dir $(NVCC)) $(CUDA_BUILD)
 	$(PYTHON) tests/cuda/library_size.py $(CUDA_BUILD)
-	for kind in floating integer; do \
+	for kind in floating integer nvls; do \
 	  PATH="$(dir $(NVCC)):$$PATH" cuobjdump -ptx $(KERNELS)/kernels_$$kind.cu.o > $(CUDA_BUILD)/kernels_$$kind.ptx || exit 1; \
 	done
 	$(CUDA_BUILD)/ptx_run $(CUDA_BUILD)/kernels_*.ptx --cases $(PTX_CASES) --mutants

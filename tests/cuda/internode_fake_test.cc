@@ -74,6 +74,10 @@ const void* gatherKernel(int) {
 const void* carryKernel(int) {
   return nullptr;
 }
+const void* nvlsKernel(DType) {
+  static const char kernel = 0;
+  return &kernel;
+}
 }  // namespace ringreduce::cuda
 
 namespace {
