@@ -102,10 +102,23 @@ void checkQuietly(CUresult result, std::string_view tried, int device) noexcept;
 struct Driver {
 #define RINGREDUCE_MEMBER(member, function, version) PFN_##function##_v##version member;
   RINGREDUCE_DRIVER_FUNCTIONS(RINGREDUCE_MEMBER)
-#undef RINGREDUCE_MEMBER
 };
 
 // Found once.  Throws CudaError where there is no driver, or one that is too old.
 const Driver& driver();
+
+// Multicast objects, which only drivers from CUDA 12.1 on know.
+#define RINGREDUCE_MULTICAST_FUNCTIONS(F)            \
+  F(multicastCreate, cuMulticastCreate, 12010)       \
+  F(multicastAddDevice, cuMulticastAddDevice, 12010) \
+  F(multicastBindMem, cuMulticastBindMem, 12010)     \
+  F(multicastUnbind, cuMulticastUnbind, 12010)       \
+  F(multicastGetGranularity, cuMulticastGetGranularity, 12010)
+
+struct MulticastDriver {
+  RINGREDUCE_MULTICAST_FUNCTIONS(RINGREDUCE_MEMBER)
+};
+#undef RINGREDUCE_MEMBER
+const MulticastDriver& multicastDriver();
 
 }  // namespace ringreduce::cuda

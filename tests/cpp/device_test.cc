@@ -148,6 +148,8 @@ Call drawn(Kind kind, DeviceAlgorithm algorithm, const Case& numbers, const Tuni
   call.staged = die(2) == 0 ? static_cast<uint32_t>(random()) : die(2) == 0 ? 0 : ~uint32_t{0};
   call.ll = call.fixed && call.kind == Kind::kAllReduce && algorithm == DeviceAlgorithm::kOneShot &&
             die(2) == 0;
+  call.nvls = call.canBeNvls() && die(3) == 0;
+  if (call.nvls) call.fixed = call.located = false;
   call.device_factor = die(2) == 0;
   return call;
 }
@@ -377,14 +379,17 @@ TEST(kernels_move_the_bytes_that_their_headers_say) {
         const uint64_t S = count * numbers.width();
         if (count > oracle::kMost) continue;
         // By each kernel that there is.
-        const auto moves = [&](DeviceAlgorithm algorithm, uint64_t bytes, bool ll = false) {
+        const auto moves = [&](DeviceAlgorithm algorithm, uint64_t bytes, bool ll = false,
+                               bool nvls = false) {
           Call call{.algorithm = algorithm, .numbers = &numbers, .count = count, .blocks = blocks};
           for (bool fixed : {false, true}) {
-            if (fixed ? !call.canBeFixed() : ll) continue;
+            if (fixed ? nvls || !call.canBeFixed() : ll) continue;
+            if (nvls && !call.canBeNvls()) continue;
             Ranks ranks(tuned(blocks, 2).layout(P));
             Calls calls(ranks);
             call.fixed = fixed;
             call.ll = ll;
+            call.nvls = nvls;
             calls.add(call);
             for (uint64_t moved : runAll(calls, {P, blocks, 2})) CHECK_EQ(moved, bytes);
             calls.verify();
@@ -393,6 +398,7 @@ TEST(kernels_move_the_bytes_that_their_headers_say) {
         moves(DeviceAlgorithm::kOneShot, (2 * p + 1) * S);
         moves(DeviceAlgorithm::kOneShot, 3 * S, true);  // and words, which are not counted
         moves(DeviceAlgorithm::kTwoShot, 2 * S + 4 * (p - 1) * S / p);
+        moves(DeviceAlgorithm::kTwoShot, 6 * S, false, true);
         const uint64_t around = (6 * p - 4) * S / p;
         moves(DeviceAlgorithm::kRing, isHalf(dtype) ? around + 2 * (p - 1) * S / p : around);
       }

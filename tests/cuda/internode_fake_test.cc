@@ -80,6 +80,10 @@ const void* locatedGatherKernel(int) {
 const void* carryKernel(int) {
   return nullptr;
 }
+const void* nvlsKernel(DType) {
+  static const char kernel = 0;
+  return &kernel;
+}
 }  // namespace ringreduce::cuda
 
 namespace {

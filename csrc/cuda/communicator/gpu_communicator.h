@@ -29,20 +29,21 @@ struct CUstream_st;  // cudaStream_t is a pointer to one
 namespace ringreduce::cuda {
 
 // The algorithms that a user can choose (RINGREDUCE_CUDA_ALGORITHM).  kAuto: gpu_tuning.h decides.
-enum class Choice : uint8_t { kAuto, kDirect, kOneShot, kTwoShot, kRing, kLL, kLocated };
+// It never takes kNvls, since the NVSwitch adds in an order of its own (nvls.h).
+enum class Choice : uint8_t { kAuto, kDirect, kOneShot, kTwoShot, kRing, kLL, kLocated, kNvls };
 inline constexpr const char* kChoiceNames[] = {"auto", "direct", "oneshot", "twoshot",
-                                               "ring", "ll",     "located"};
+                                               "ring", "ll",     "located", "nvls"};
 std::optional<Choice> choiceNamed(const std::string& name);
 
 // Choices of kernels that wait for their peers come after the others, as DeviceAlgorithm lists
-// them.  LL is a way to do one-shot, where there is a kernel for it, and "located" one to do
-// two-shot.
+// them.  LL is a way to do one-shot, where there is a kernel for it.  "located" and "nvls" are ways
+// to do two-shot.
 constexpr Choice choiceOf(DeviceAlgorithm algorithm) {
   return static_cast<Choice>(static_cast<int>(Choice::kOneShot) + static_cast<int>(algorithm));
 }
 constexpr DeviceAlgorithm kernelOf(Choice choice) {
   if (choice == Choice::kLL) return DeviceAlgorithm::kOneShot;
-  if (choice == Choice::kLocated) return DeviceAlgorithm::kTwoShot;
+  if (choice == Choice::kLocated || choice == Choice::kNvls) return DeviceAlgorithm::kTwoShot;
   return static_cast<DeviceAlgorithm>(static_cast<int>(choice) -
                                       static_cast<int>(Choice::kOneShot));
 }

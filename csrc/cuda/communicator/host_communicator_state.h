@@ -18,8 +18,10 @@
 #include "cuda/gpu_device.h"
 #include "cuda/kernels/direct_schedule.h"
 #include "cuda/kernels/kernel_table.h"
+#include "cuda/kernels/nvls.h"
 #include "cuda/kernels/stream_kernels.h"
 #include "cuda/memory/device_memory.h"
+#include "cuda/memory/multicast.h"
 #include "cuda/memory/peer_memory.h"
 #include "cuda/memory/segment_board.h"
 #include "group/agreement.h"
@@ -55,6 +57,8 @@ struct HostCommunicator::State {
   void validate(const GpuBroadcast& call) const;
   Choice choose(size_t count, DType dtype, Choice wanted) const;
   Choice choose(const GpuAllReduce& call) const;
+  // Collective, for kNvls.  Throws the same Error on all ranks where it is not to be had.
+  void makeWindow();
   // Whether calls other than all-reduce take the direct schedule.  The same on all ranks, since
   // rank 0's option holds for all.
   bool partsAreDirect() const {
@@ -152,7 +156,8 @@ struct HostCommunicator::State {
 
   std::unique_ptr<MappedPages> pages;  // a HostState for each rank
   std::unique_ptr<PeerMemory> memory, staging;
-  std::unique_ptr<SegmentBoard> board;  // for kernels that use tensors where they are
+  std::unique_ptr<MulticastWindow> window;  // null: nobody has asked the NVSwitch to add
+  std::unique_ptr<SegmentBoard> board;      // for kernels that use tensors where they are
   DeviceComm comm{};
   MemoryPtr local;         // a DeviceComm, a Local and PeerTensors
   uint64_t schedules = 0;  // pieces of direct schedules so far
