@@ -91,7 +91,7 @@ class Streams {
           if (i >= calls_.size()) return;
           Location where = calls_[i].locations[at(r)];
           calls_[i].ready[at(r)] = told_[at(r)].tell(where, i, false);
-          CHECK(where == calls_[i].locations[at(r)]);  // there is a place
+          CHECK(where == calls_[i].locations[at(r)] || states_[at(r)]->abort.isSet(0));
         };
         tell(0);
         for (size_t i = 0; i < calls_.size(); ++i) {

@@ -63,6 +63,12 @@ CUstream_st* stream(uintptr_t number) {
   return reinterpret_cast<CUstream_st*>(number);
 }
 
+void expectNothingLeft() {
+  // A thread of its own closes the board.
+  for (int i = 0; i < 5000 && !fake::leftovers().empty(); ++i) ranks::sleepMs(1);
+  CHECK_EQ(fake::leftovers(), "");
+}
+
 // A communicator for each of `size` ranks: on a GPU each, whose kernels can wait for each other, or
 // on one that they share by turns.  Its end takes no time, since nothing is under way then, and
 // nothing is left.
@@ -87,9 +93,7 @@ void run(int size, bool apart, const OfRank& body) {
     CHECK(now() - begin < 4 * kSecond);
   });
   if (fake::hasRuins()) return;  // nothing can be given back there
-  // A thread of its own closes the board.
-  for (int i = 0; i < 5000 && !fake::leftovers().empty(); ++i) ranks::sleepMs(1);
-  CHECK_EQ(fake::leftovers(), "");
+  expectNothingLeft();
 }
 
 // Ends a test that ruins a GPU.
@@ -345,7 +349,7 @@ TEST(the_switch_adds_what_it_can_where_it_is_asked_for) {
                                  "nvls needs memory that is taken when") == Failure::kArgument);
         CHECK(comm->wait(20 * kSecond));
       });
-      CHECK_EQ(fake::leftovers(), "");
+      expectNothingLeft();
     }
   fake::machine().multicasts = false;
   fake::run_kernel = nullptr;
@@ -376,7 +380,7 @@ TEST(a_switch_that_is_not_there_is_missed_by_all_ranks_alike) {
       CHECK(isSaid(lacking.why));
       group.run({Barrier{}});  // it is as it was
     });
-    CHECK_EQ(fake::leftovers(), "");
+    expectNothingLeft();
   }
   fake::machine().multicasts = false;
   fake::run_kernel = nullptr;

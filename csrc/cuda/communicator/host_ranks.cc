@@ -31,8 +31,10 @@ uint32_t ToldLocations::tell(Location& where, uint64_t number, bool captured) {
     own_.told[place] = where;
   } else if (place == uses_.size()) {
     const uint64_t finished = own_.finished.observe();
+    // After a failure a call that was released has finished, and late leaders may still look.
+    const bool failed = own_.abort.isSet(0);
     for (place = 0; place < uses_.size(); ++place)
-      if (!uses_[place].captured && uses_[place].last < finished) break;
+      if (!failed && !uses_[place].captured && uses_[place].last < finished) break;
     if (place == uses_.size()) {
       where.in = where.out = {};
       return kInHalf;
