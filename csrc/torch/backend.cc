@@ -562,6 +562,7 @@ void Backend::shutdown() {
 // ---- memory
 
 std::shared_ptr<c10::Allocator> Backend::getMemAllocator() {
+  if (gpuIfAny()) return memAllocator();
   return pageAllocator();
 }
 

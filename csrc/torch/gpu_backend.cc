@@ -13,9 +13,12 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
+#include <mutex>
 #include <string>
 #include <thread>
+#include <unordered_map>
 #include <utility>
+#include <vector>
 
 #include "base/error.h"
 #include "base/limits.h"
@@ -28,6 +31,7 @@
 #include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
+#include <torch/csrc/cuda/CUDAPluggableAllocator.h>
 
 #include "cuda/communicator/host_communicator.h"
 #include "cuda/cuda_stream.h"
@@ -73,6 +77,34 @@ bool isOwnMemory(const void* data, size_t bytes) {
   return cuda::ownSegmentOf(data, bytes) != nullptr;
 }
 
+std::shared_ptr<c10::Allocator> memAllocator() {
+  // One for the process, and never destroyed: pools may outlive all groups.
+  struct Pieces {
+    std::mutex mutex;
+    std::unordered_map<void*, std::shared_ptr<void>> by_address;
+  };
+  static auto* const pieces = new Pieces;
+  static auto* const allocator = new std::shared_ptr<c10::Allocator>(
+      torch::cuda::CUDAPluggableAllocator::createCustomAllocator(
+          [](size_t bytes, int device, CUstream_st* stream) {
+            const cuda::BesideCaptures beside;
+            auto memory = cuda::ownMemory(device, bytes, [device, stream] {
+              return std::vector<CUstream_st*>{
+                  stream, c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(device))};
+            });
+            void* const data = memory.get();
+            const std::lock_guard lock(pieces->mutex);
+            pieces->by_address[data] = std::move(memory);
+            return data;
+          },
+          // Under the lock of torch's allocator, for memory that no recorded stream uses any more.
+          [](void* data, size_t, int, CUstream_st*) {
+            const std::lock_guard lock(pieces->mutex);
+            pieces->by_address.erase(data);
+          }));
+  return *allocator;
+}
+
 bool isCapturing(c10::Device device) {
   const c10::cuda::CUDAGuard on(device);
   return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
@@ -113,6 +145,10 @@ std::shared_ptr<void> makeOwnMemory(c10::Device, size_t, std::vector<c10::Stream
 }
 
 bool isOwnMemory(const void*, size_t) {
+  withoutCuda();
+}
+
+std::shared_ptr<c10::Allocator> memAllocator() {
   withoutCuda();
 }
 

@@ -46,6 +46,8 @@ CUstream_st* handleOf(const c10::Stream& stream);
 // these streams and in the current one.  Throws Error.
 std::shared_ptr<void> makeOwnMemory(c10::Device device, size_t bytes,
                                     std::vector<c10::Stream> streams);
+// The same for the pools of torch's allocator, of all groups.
+std::shared_ptr<c10::Allocator> memAllocator();
 // Whether the device's current stream is captured into a CUDA graph.
 bool isCapturing(c10::Device device);
 

@@ -510,7 +510,7 @@ TEST(nothing_is_touched_where_calls_or_segments_do_not_fit) {
         std::pair{Kind::kAllGather, true}, std::pair{Kind::kAllGather, false}}) {
     Ranks ranks(layoutOf(kShape, 2));
     Calls calls(ranks, kLong);
-    calls.add({.kind = how.kind,
+    calls.add({.kind = kind,
                .numbers = &numbersOf(kShape.ranks),
                .count = 2 * kChunkElements,
                .in_place = false,

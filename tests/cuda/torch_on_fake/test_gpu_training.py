@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -136,8 +137,10 @@ def test_fsdp2(machine: Machine) -> None:
     assert max(machine.run(jobs.train_sharded, 2)) < 1e-3
 
 
-def tensors_that_peers_map(me: Rank) -> bool:
+def tensors_that_peers_map(me: Rank, pooled: bool) -> bool:
     """Sums tensors of the group's own memory, while it is offered, mapped and after.
+
+    Pooled: torch's allocator cuts them out of it.
 
     Returns whether the memory was the group's own, not torch's.
     """
@@ -157,14 +160,26 @@ def tensors_that_peers_map(me: Rank) -> bool:
         small = backend.allocate_tensor(count, dtype=dtype, device=device)
         assert small.dtype == dtype and small.numel() == count and small.device == device
     del small
-    kept = backend.allocate_tensor(BUCKET // 4, dtype=torch.float32, device=device)
-    own = torch.cuda.memory_allocated() == torchs
+    if pooled:
+        pool = torch.cuda.MemPool(backend.mem_allocator)
+        with torch.cuda.use_mem_pool(pool):
+            beside = torch.ones(3, device=device)
+            kept = torch.empty(BUCKET // 4, device=device)
+        own = True  # torch counts it as its own
+    else:
+        kept = backend.allocate_tensor(BUCKET // 4, dtype=torch.float32, device=device)
+        own = torch.cuda.memory_allocated() == torchs
     for step in range(20):
         kept.fill_(me.rank + step)
         dist.all_reduce(kept)
         total = sum(r + step for r in range(me.world_size))
         assert bool((kept == total).all()), step
         time.sleep(0.005)
+    if pooled:
+        end = time.monotonic() + 20
+        while os.environ["RINGREDUCE_CUDA_ALGORITHM"] == "located" and not is_mapped(backend, kept):
+            assert time.monotonic() < end
+            time.sleep(0.01)
     view = kept[1 : 1 + BUCKET // 8]  # an odd place at one rank, others in torch's memory
     mixed = view.fill_(1) if me.rank == 0 else torch.ones(BUCKET // 8, device=device)
     for _ in range(3):
@@ -172,6 +187,8 @@ def tensors_that_peers_map(me: Rank) -> bool:
         dist.all_reduce(mixed)
         assert bool((mixed == me.world_size).all())
     del kept, view, mixed
+    if pooled:
+        del beside, pool
     torch.cuda.empty_cache()
     end = time.monotonic() + 20
     while taken() - before >= BUCKET and time.monotonic() < end:
@@ -221,9 +238,10 @@ def test_shards_in_memory_that_peers_map(machine: Machine, algorithm: str) -> No
         machine.run(shards_that_peers_map, ranks, RINGREDUCE_CUDA_ALGORITHM=algorithm)
 
 
+@pytest.mark.parametrize("pooled", [False, True], ids=["allocated", "pooled"])
 @pytest.mark.parametrize("algorithm", ["auto", "located"])
-def test_tensors_in_memory_that_peers_map(machine: Machine, algorithm: str) -> None:
+def test_tensors_in_memory_that_peers_map(machine: Machine, algorithm: str, pooled: bool) -> None:
     if algorithm == "located" and machine.name == "one GPU":
         pytest.skip("processes take turns there")
-    found = machine.run(tensors_that_peers_map, 2, RINGREDUCE_CUDA_ALGORITHM=algorithm)
+    found = machine.run(tensors_that_peers_map, 2, pooled, RINGREDUCE_CUDA_ALGORITHM=algorithm)
     assert len(set(found)) == 1 and (found[0] or algorithm == "auto")
