@@ -96,6 +96,7 @@ void checkQuietly(CUresult result, std::string_view tried, int device) noexcept;
   F(memGetAllocationGranularity, cuMemGetAllocationGranularity, 10020)   \
   F(memExportToShareableHandle, cuMemExportToShareableHandle, 10020)     \
   F(memImportFromShareableHandle, cuMemImportFromShareableHandle, 10020) \
+  F(memRetainAllocationHandle, cuMemRetainAllocationHandle, 11000)       \
   F(streamWaitValue32, cuStreamWaitValue32, 11070)                       \
   F(streamWriteValue32, cuStreamWriteValue32, 11070)
 

@@ -234,6 +234,17 @@ CUresult memImportFromShareableHandle(CUmemGenericAllocationHandle* handle, void
   return CUDA_SUCCESS;
 }
 
+CUresult memRetainAllocationHandle(CUmemGenericAllocationHandle* handle, void* pointer) {
+  if (const auto e = fate()) return asDriver(e);
+  World& w = world();
+  const std::lock_guard lock(w.mutex);
+  const Range* range = w.find(pointer);
+  if (!range || range->kind != Range::Kind::kVirtual) return CUDA_ERROR_INVALID_VALUE;
+  *handle = w.next_handle++;
+  w.handles[*handle] = {dup(range->fd), 1};
+  return CUDA_SUCCESS;
+}
+
 // ---- multicast objects
 
 ino_t numberOf(int fd) {
