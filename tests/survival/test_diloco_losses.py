@@ -147,7 +147,7 @@ with diloco:
             dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
             assert agreed[:3].equal(-agreed[3:]), "the ranks have other bits"
             state.joined += len(state.live_ranks) == 3 and diloco.step > 20
-            time.sleep(0.01)
+            time.sleep(0.05)  # the new process needs the cores
             state.commit()
     diloco.sync()
 """
