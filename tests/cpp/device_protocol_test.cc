@@ -387,16 +387,26 @@ struct SlowReader : DeviceRules {
   }
 };
 
-// A clock that runs so fast that nobody waits after it has given up.
-constexpr uint64_t kFast = 1000;
-class Impatient : public host::Block {
+// It seldom lets others run between two looks, so that it looks at the clock in time on a machine
+// with other work.
+class Attentive : public host::Block {
  public:
   using host::Block::Block;
+  static void pause() {
+    thread_local unsigned looks = 0;
+    if (++looks % 128 == 0) host::Block::pause();
+  }
+};
+// With a clock that runs so fast that nobody waits after it has given up.
+constexpr uint64_t kFast = 1000;
+class Impatient : public Attentive {
+ public:
+  using Attentive::Attentive;
   static uint64_t nanoseconds() { return host::Block::nanoseconds() * kFast; }
 };
 
 // Rank 0 gives up on rank 1, which comes late, or is slow: it has found rank 0's tensors by then.
-template <class B = host::Block>
+template <class B = Attentive>
 void leftAlone(Kind kind, std::chrono::milliseconds late, std::chrono::milliseconds slowly,
                uint64_t clock = 1) {
   constexpr Shape kShape{2, 1, 1};
@@ -500,7 +510,11 @@ TEST(nothing_is_touched_where_calls_or_segments_do_not_fit) {
     host::run(kShape, 1, [&](host::Block& block, int r, int c, size_t kernel) {
       calls.at<Delayed, compiledFor(kLocateds), DType::kFloat32>(block, r, c, kernel);
     });
-    CHECK_EQ(ranks.trouble(0).cause, static_cast<uint64_t>(Cause::kMismatch));
+    // Both find another call; the first to do so may have left before the other looks.
+    const auto found = [&](int r) {
+      return ranks.trouble(r).cause == static_cast<uint64_t>(Cause::kMismatch);
+    };
+    CHECK(found(0) || (other_call && found(1)));
     for (int r = 0; r < kShape.ranks; ++r) {
       const Bytes output = calls.tensors(0, r).result();
       CHECK(output == Bytes(output.size(), 0xff));
