@@ -83,7 +83,7 @@ RUN_ON_FAKE = PYTHONPATH=. FAKE_HIDES_MEMORY=0 LD_LIBRARY_PATH=$(ON_FAKE)/lib \
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help venv build demo demo-survive demo-see quick t docs test test-full test-c10d test-tcp test-cpp test-python \
+.PHONY: help venv build demo demo-survive demo-see demo-diloco quick t docs test test-full test-c10d test-tcp test-cpp test-python \
   torch-suite torch-suite-tcp torch-matrix torch-smoke frameworks launchers lint includes format sanitize asan tsan arm fuzz \
   bench bench-net figures net-faults survive nightly clean cuda-build torch-on-fake gpu-check gpu-build gpu-study
 
@@ -91,6 +91,7 @@ help:
 	@echo "make demo      train two models on gloo and on ringreduce, side by side (DEMO=full: longer)"
 	@echo "make demo-survive  kill a rank of a training run and let a new process join: no step is lost"
 	@echo "make demo-see  a rank is late: how it is found, live and afterwards"
+	@echo "make demo-diloco  train by DDP and by outer steps once in 30: loss and bytes"
 	@echo "make bench     time all-reduce on gloo and on ringreduce, side by side"
 	@echo "make bench-net the same between hosts: namespaces on emulated lines (needs root)"
 	@echo "make figures   measure the times in README.md and docs anew, about 40 minutes (needs root for emulated lines)"
@@ -185,6 +186,10 @@ demo-survive: build
 demo-see: build
 	$(BIN)/python examples/demo_see.py
 
+demo-diloco: build
+	RINGREDUCE_WIRE=tcp $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 \
+	  examples/train_diloco.py
+
 bench: build
 	$(BIN)/python -m ringreduce.bench all_reduce --nproc 2 --compare gloo
 
@@ -237,7 +242,7 @@ test-full: build
 nightly: build
 	$(BIN)/python -m pytest tests/tools/test_bench_runs.py -q
 	RINGREDUCE_TEST_FULL=1 $(BIN)/python -m pytest tests -q \
-	  -k "2_to_the_31 or sigkill_amid or names_a_survivor or many_groups or burn_a_core or soak or \
+	  -k "2_to_the_31 or sigkill_amid or costs_no_round or names_a_survivor or many_groups or burn_a_core or soak or \
 	  compiled_steps or properties or random_faults"
 	RINGREDUCE_TEST_FULL=1 $(MAKE) torch-on-fake
 	$(MAKE) torch-suite-tcp
@@ -361,7 +366,7 @@ cuda-build: $(if $(CUDA_NVCC),,$(CUDA_VENV)/.ready)
 	$(PYTHON) tests/cuda/kernel_report.py $(CUDA_BUILD)/ptxas.log
 	$(PYTHON) tests/cuda/kernel_lint.py --tools $(dir $(NVCC)) $(CUDA_BUILD)
 	$(PYTHON) tests/cuda/library_size.py $(CUDA_BUILD)
-	for file in kernels kernels_floating kernels_integer; do \
+	for file in kernels kernels_floating kernels_integer kernels_nvls; do \
 	  PATH="$(dir $(NVCC)):$$PATH" cuobjdump -ptx $(KERNELS)/$$file.cu.o > $(CUDA_BUILD)/$$file.ptx || exit 1; \
 	done
 	$(CUDA_BUILD)/ptx_run $(CUDA_BUILD)/kernels*.ptx --cases $(PTX_CASES) --mutants

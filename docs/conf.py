@@ -46,6 +46,7 @@ PAGES = {
         "docs/hosts",
         "docs/gpu",
         "docs/compression",
+        "docs/diloco",
         "docs/frameworks",
         "docs/horovod",
         "docs/survive",

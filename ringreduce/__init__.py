@@ -5,6 +5,7 @@ What there is, in a line each:
     dist.init_process_group("ringreduce")        # as a backend, no import needed
     ringreduce.register_comm_hook(ddp_model)     # as a hook, beside gloo or nccl
     ringreduce.average_gradients(model)          # in a loop without DDP
+    ringreduce.DiLoCo(model, optimizer)          # sites that meet once in many steps
     ringreduce.init()                            # as a backend, under torchrun, mpirun or srun
     ringreduce.set_default("cpu")                # for groups that name no backend
     ringreduce.commit()                          # before a step that no lost rank may spoil
@@ -23,6 +24,7 @@ from ringreduce import hooks, topology
 from ringreduce.average import average_gradients
 from ringreduce.compression import CompressionState
 from ringreduce.core.backend import Options, backend_of, extension, ringreduce_group
+from ringreduce.diloco import DiLoCo
 from ringreduce.errors import Aborted, Error, Mismatch, PeerLost, Timeout
 from ringreduce.hooks import register_comm_hook
 from ringreduce.launch import Launch, init
@@ -42,6 +44,7 @@ from ringreduce.timeline import timeline
 __all__ = [
     "Aborted",
     "CompressionState",
+    "DiLoCo",
     "Error",
     "Launch",
     "Mismatch",

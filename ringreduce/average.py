@@ -81,8 +81,12 @@ def _writable(parameter: torch.nn.Parameter) -> torch.Tensor:
     return gradient
 
 
-def _start(gradient: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """An average in place.  dist.all_reduce takes no sparse complex numbers."""
+def start_average(gradient: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """An average in place.  dist.all_reduce takes no sparse complex numbers.
+
+    Returns:
+        The work.
+    """
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
     options.asyncOp = True
@@ -113,28 +117,36 @@ def _meeting_device(group: dist.ProcessGroup) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _require_same(signature: tuple[int, ...], group: dist.ProcessGroup) -> None:
-    """Raises Mismatch, on all ranks alike, unless all have the same signature."""
-    # Hashes of whole numbers, and of tuples of them, are the same in every process.
+def ranks_that_differ(number: int, group: dist.ProcessGroup) -> list[int]:
+    """Compares a number among the ranks of a group; collective.
+
+    Returns:
+        The ranks whose number is not that of most, the same on all; of two numbers as frequent
+        that of the lowest rank holds.
+    """
     device = _meeting_device(group)
-    number = hash(signature)
     # The greatest and the least, in one call that goes on without lost ranks.
     ends = torch.tensor([number, -number], dtype=torch.int64, device=device)
     dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=group)
     if ends[0].item() == -ends[1].item():
-        return
+        return []
     mine = torch.tensor([number], dtype=torch.int64, device=device)
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, mine, group=group)
     values = [value.item() for value in gathered]
-    # The most frequent is right, and of two as frequent the one of the lowest rank.
     right = max(values, key=lambda value: (values.count(value), -values.index(value)))
     ranks = dist.get_process_group_ranks(group)
-    odd = [rank for rank, value in zip(ranks, values, strict=True) if value != right]
+    return [rank for rank, value in zip(ranks, values, strict=True) if value != right]
+
+
+def _require_same(signature: tuple[int, ...], group: dist.ProcessGroup) -> None:
+    """Raises Mismatch, on all ranks alike, unless all have the same signature."""
+    # Hashes of whole numbers, and of tuples of them, are the same in every process.
+    odd = ranks_that_differ(hash(signature), group)
     if odd:
         raise Mismatch(
-            f"average_gradients: of ranks {ranks}, {odd} have gradients of other parameters, "
-            "shapes or dtypes than the others; nothing was averaged"
+            f"average_gradients: of ranks {dist.get_process_group_ranks(group)}, {odd} have "
+            "gradients of other parameters, shapes or dtypes than the others; nothing was averaged"
         )
 
 
@@ -189,7 +201,7 @@ def average_gradients(model: torch.nn.Module, group: dist.ProcessGroup | None = 
         pending = []
         for number, bucket in enumerate(_buckets(gradients)):
             flat = bucket[0] if len(bucket) == 1 else _flat(bucket, group, number)
-            pending.append((bucket, flat, _start(flat, group)))
+            pending.append((bucket, flat, start_average(flat, group)))
         for bucket, flat, work in pending:
             work.wait()
             if len(bucket) == 1:

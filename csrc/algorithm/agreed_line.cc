@@ -13,7 +13,7 @@ constexpr double kMostOfHops = 0.5;
 // How a call's bytes a second look to this rank; 0 if they say nothing of the line.
 uint64_t rateOf(const Candidate& taken, Nanos took, const WireCost& cost) {
   const double all = static_cast<double>(took) * 1e-9, hops = taken.hops * cost.hop;
-  if (taken.bytes < AgreedLine::kLeastBytes || hops > kMostOfHops * all) return 0;
+  if (took <= 0 || taken.bytes < AgreedLine::kLeastBytes || hops > kMostOfHops * all) return 0;
   return static_cast<uint64_t>(taken.bytes / (all - hops));
 }
 

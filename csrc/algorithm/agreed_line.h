@@ -1,8 +1,10 @@
 // The rate of the lines between hosts, on which the ranks of a group agree while they work.
 //
-// Each rank knows how long its calls took for the bytes that they carried.  A rank that came late,
-// or read late, makes a call look slower than the line.  So the largest rate of all ranks and calls
-// is taken, over a stretch of calls that ends with the same one everywhere.
+// Each rank knows how long its calls took for the bytes that they carried.  A rank that waits for a
+// late one, or reads late, finds a call slower than the line.  So the largest rate of all ranks and
+// calls is taken, over a stretch of calls that ends with the same one everywhere.  A late rank
+// finds a call faster than the line, since bytes have come before it, and says nothing of that
+// call.
 //
 // A choice must be the same on all ranks, so all must take a new rate with the same call.  They
 // tell each other with what they send anyway: the first bytes from one rank to another in a call
@@ -40,8 +42,8 @@ class AgreedLine {
   uint64_t says() const { return tells_ ? best_ : 0; }
 
   // After a call that went over the streams only.  `took` begins when this rank first heard from
-  // another one.  `heard`: the largest that another rank said in it.  Returns whether the rate is
-  // new.
+  // another one; 0: it was late.  `heard`: the largest that another rank said in it.  Returns
+  // whether the rate is new.
   bool end(const Candidate& taken, Nanos took, uint64_t heard);
 
   // Calls that carry less say nothing of a line.

@@ -12,6 +12,7 @@
 #include <cstddef>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 
 #include "base/error.h"
 #include "base/limits.h"
@@ -113,7 +114,9 @@ Sent trySendPacket(const Fd& socket, const std::string& bytes, const std::vector
     if (sendmsg(socket.get(), &message, MSG_NOSIGNAL) == static_cast<ssize_t>(bytes.size()))
       return Sent::kMessage;
     if (errno == EINTR) continue;
-    return errno == EAGAIN || errno == ETOOMANYREFS ? Sent::kNotYet : Sent::kGone;
+    // What this system lacks for a moment says nothing of the peer.
+    constexpr int kPassing[] = {EAGAIN, ETOOMANYREFS, ENOBUFS, ENOMEM};
+    return std::ranges::find(kPassing, errno) != std::end(kPassing) ? Sent::kNotYet : Sent::kGone;
   }
 }
 
@@ -124,7 +127,7 @@ bool sendPacket(const Fd& socket, const std::string& bytes, const std::vector<in
   for (;;) {
     const Sent sent = trySendPacket(socket, bytes, fds);
     if (sent != Sent::kNotYet || now() > deadline) return sent == Sent::kMessage;
-    if (errno == ETOOMANYREFS) {  // which no event ends
+    if (errno != EAGAIN) {  // which no event ends
       ::poll(nullptr, 0, 5);
       continue;
     }

@@ -44,8 +44,8 @@ Fd pidfdOf(const Fd& socket, const Peer& peer);
 inline constexpr int kMostFds = 12;  // in a message
 
 enum class Sent { kMessage, kNotYet, kGone };
-// Sends a whole message without waiting.  kNotYet: its buffer is full, or too many descriptors are
-// in flight that were not received yet.
+// Sends a whole message without waiting.  kNotYet: its buffer is full, too many descriptors are in
+// flight that were not received yet, or the system has no memory for it.
 Sent trySendPacket(const Fd& socket, const std::string& bytes, const std::vector<int>& fds = {});
 
 // Sends a whole message.  False if the peer has gone, or takes nothing for ten seconds.

@@ -99,6 +99,7 @@ class OverStreams {
     const GroupShape shape{.ranks = size, .order = options.order};
     const Candidate taken = ringreduce::choose(call, shape, cost()).taken;
     taken_ = all_hear ? taken : Candidate{};
+    is_late_ = options.measures && taken_.bytes >= AgreedLine::kLeastBytes && transport.isAwaited();
     return taken.algorithm;
   }
   // For ranks of which so many share each host.
@@ -110,6 +111,7 @@ class OverStreams {
   void begin(const Announcement& operation) {
     scratch_.reset();
     taken_ = {};
+    is_late_ = false;
     began_ = now();
     transport.begin({operation, line.says()});
   }
@@ -117,7 +119,8 @@ class OverStreams {
   bool learn() {
     if (!options.measures) return false;
     const Transport::Heard& heard = transport.heard();
-    return line.end(taken_, now() - std::max(began_, heard.since), heard.rate);
+    const Nanos took = is_late_ ? 0 : now() - std::max(began_, heard.since);
+    return line.end(taken_, took, heard.rate);
   }
   // Memory until finish(), to send from or to receive into.
   std::byte* scratch(size_t bytes) { return scratch_.take(bytes); }
@@ -131,6 +134,7 @@ class OverStreams {
  private:
   Scratch scratch_;
   Candidate taken_;  // by the operation
+  bool is_late_ = false;
   Nanos began_ = 0;
 };
 

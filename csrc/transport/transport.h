@@ -98,6 +98,10 @@ class Transport {
   };
   const Heard& heard() const { return heard_; }
 
+  // Whether bytes of a rank of another host are here that nothing was expected for yet.  Before the
+  // first expectation of an operation: whether this rank is late.
+  virtual bool isAwaited() const { return false; }
+
   virtual void setPatience(Patience) {}
   // After the last operation: waits, at most `longest`, until the other ranks' systems have all
   // bytes, and closes this side.

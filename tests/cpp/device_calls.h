@@ -43,6 +43,7 @@ struct Call {
   // By a kernel of this very number of ranks; and on tensors where they are, an all-reduce by
   // two-shot, a reduce-scatter or an all-gather; or by LL, an all-reduce by one-shot.
   bool fixed = false, located = false, ll = false;
+  bool nvls = false;  // in the NVSwitch, cut as two-shot
   // Located: whose inputs (bit 2 r) and outputs (bit 2 r + 1) peers do not map.  As in a
   // communicator, those that are not aligned, and inputs to be scaled, are never mapped, and only
   // tensors that peers touch are.
@@ -52,6 +53,11 @@ struct Call {
     return fixedSizeOf(numbers->P) >= 0 && !moves() && hasFixedKernels(numbers->dtype) &&
            (numbers->op == ReduceOp::kSum || numbers->op == ReduceOp::kAvg) &&
            algorithm != DeviceAlgorithm::kRing;
+  }
+  bool canBeNvls() const {
+    return kind == Kind::kAllReduce && hasNvlsKernel(numbers->dtype) &&
+           (numbers->op == ReduceOp::kSum || numbers->op == ReduceOp::kAvg) &&
+           algorithm == DeviceAlgorithm::kTwoShot;
   }
   // Of what is only moved; slices are counted in it.
   int unit() const { return unitOf(numbers->width()); }
@@ -70,7 +76,7 @@ struct Call {
            ", " + numbers->text(count) + ", " + std::to_string(blocks) + " blocks, slices of " +
            std::to_string(slice) + (in_place ? ", in place" : "") + (fixed ? ", fixed" : "") +
            (located ? ", located, staged " + std::to_string(staged) : "") + (ll ? ", LL" : "") +
-           ", place " + std::to_string(static_cast<int>(place));
+           (nvls ? ", NVLS" : "") + ", place " + std::to_string(static_cast<int>(place));
   }
   Bytes wanted(int rank) const {
     const auto part = [&](const Bytes& of, size_t p) {
@@ -88,7 +94,7 @@ struct Call {
       case Kind::kBroadcast:
         return part(numbers->addends[at(root)], 0);
       default:
-        return numbers->canonical(count);
+        return nvls ? numbers->inRankOrder(count) : numbers->canonical(count);
     }
   }
 
@@ -173,12 +179,13 @@ class Tensors {
 // The kernels that a test compiles; each of them takes seconds.
 struct Compiled {
   bool one_shot = true, two_shot = true, ring = true, moves = true, fixed = true, located = true;
+  bool nvls = true;
 };
 
 // One kernel of the call, by `Rules`; E is one of `dtypes`.
 template <class Rules, Compiled compiled, DType... dtypes, class B>
 void runKernel(B& block, const Call& call, RankCall rank_call, const Location& location,
-               int channel) {
+               const Window& window, int channel) {
   if (channel >= call.blocks) return;
   if (call.moves()) {
     const auto move = [&]<int unit>() {
@@ -205,6 +212,9 @@ void runKernel(B& block, const Call& call, RankCall rank_call, const Location& l
       if (call.located)
         return locatedBlock<E, Rules, P>(block, comm, rank_call, location, block.peers(), channel,
                                          call.blocks);
+    if constexpr (compiled.nvls && P == 0 && hasNvlsKernel(dtype))
+      if (call.nvls)
+        return nvlsBlock<E, Rules>(block, comm, rank_call, window, channel, call.blocks);
     if constexpr (compiled.one_shot && P > 0)
       if (call.ll) return llBlock<E, Rules, P>(block, comm, rank_call, channel, call.blocks);
     if constexpr (compiled.one_shot && hasKernel(kOneShot, dtype))
@@ -301,7 +311,7 @@ class Calls {
   template <class Rules, Compiled compiled, DType... dtypes, class B>
   void at(B& block, int rank, int channel, size_t kernel) {
     runKernel<Rules, compiled, dtypes...>(block, calls_[kernel].call, rankCall(kernel, rank),
-                                          location(kernel, rank), channel);
+                                          location(kernel, rank), ranks_.window(rank), channel);
   }
 
   // That nobody gave up, and all outputs hold what they must and nothing else was written.

@@ -290,6 +290,50 @@ TEST(mistakes_with_locations_are_found) {
   }
 }
 
+// In the NVSwitch, beside calls that use the same flags.  The windows are watched too.
+TEST(every_state_of_small_sums_in_the_switch) {
+  const auto inSwitch = [](const Shape& shape, size_t tiles, bool in_place = true) {
+    Call call = callOf(DeviceAlgorithm::kTwoShot, shape, tiles);
+    call.in_place = in_place;
+    call.nvls = true;
+    return call;
+  };
+  for (const Shape& shape :
+       {Shape{.ranks = 2, .lanes = 2, .slot_bytes = 512}, Shape{.ranks = 3, .slot_bytes = 512},
+        Shape{.ranks = 2, .channels = 2, .slot_bytes = 512}}) {
+    const Call one = inSwitch(shape, 1), two = inSwitch(shape, 2),
+               there = inSwitch(shape, 2, false);
+    // Cut in another way: blocks get each other's places in the window.
+    Call wide = inSwitch(shape, 1);
+    wide.slice *= 2;
+    wide.channels = 1;
+    const Call pushed = callOf(DeviceAlgorithm::kTwoShot, shape, 2);
+    holds("in the switch", record<Half>(shape, {one, there}));
+    CHECK(order(record<Half>(shape, {two, wide, one, wide, there, two})).proven());
+    CHECK(order(record<Half>(shape, {two, pushed, there, pushed, pushed, one})).proven());
+    for (const Call& call : {one, there}) {
+      CHECK(!order(record<Half>(shape, {call}, kWeakPublish)).races.empty());
+      CHECK(!order(record<Half>(shape, {call}, kWeakObserve)).races.empty());
+      if (shape.lanes == 1) continue;
+      races("in the switch without a barrier before a flag",
+            record<Half>(shape, {call}, {.forgets_sync = true}));
+      races("in the switch without a barrier after a wait",
+            record<Half>(shape, {call}, {.forgets_any = true}));
+    }
+    // Each of the two flags is needed: published before the copy in, or before the sums.
+    const DeviceLayout layout{.ranks = shape.ranks,
+                              .channels = shape.channels,
+                              .slot_bytes = shape.slot_bytes,
+                              .depth = shape.depth,
+                              .part_bytes = shape.slot_bytes};
+    for (const auto of : {DeviceLayout::Of::kParts, DeviceLayout::Of::kResults})
+      CHECK(!order(hasty(record<Half>(shape, {two}), [&](size_t flag) {
+               return flag >= layout.pushedFlag(0, of, 0) &&
+                      flag <= layout.pushedFlag(0, of, shape.ranks - 1);
+             })).races.empty());
+  }
+}
+
 // LL's words carry their flags.  What has to be shown is that none is written over while a peer may
 // still wait for it, beside all other calls, which share the flags that tell so.
 TEST(all_executions_of_ll_are_in_order) {

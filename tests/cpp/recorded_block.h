@@ -240,6 +240,17 @@ class Block {
     tape->write(&at, sizeof at);
     if (shownAt(at) != value) throw std::runtime_error("a lane shows another value");
   }
+  template <DType>
+  Pack loadSum(const Pack* from) {
+    for (int r = 0; r < nvlink::Windows::ranksAt(from); ++r)
+      load(nvlink::Windows::placeAt(from, r));
+    return {};
+  }
+  void storeAll(Pack* to, Pack value) {
+    for (int r = 0; r < nvlink::Windows::ranksAt(to); ++r)
+      store(nvlink::Windows::placeAt(to, r), value);
+  }
+  void fenceAliases() {}  // for ptx_model.py
   static uint64_t nanoseconds() { return 0; }
   static void pause() {}
 
@@ -282,6 +293,7 @@ struct Call {
   bool fixed = false;     // an all-reduce of 2, 4 or 8 ranks by kernels for that number
   bool ll = false;        // the same by LL
   bool located = false;   // on tensors where they are; no broadcast
+  bool nvls = false;      // an all-reduce in the NVSwitch
   uint32_t staged = 0;    // whose inputs (bit 2 r) and outputs (bit 2 r + 1) peers do not map
 
   size_t parts(int ranks) const {
@@ -329,6 +341,7 @@ Program record(const Shape& shape, const std::vector<Call>& calls, const Mutant&
     regions.add(ranks.comm(r).table, size(shape.ranks) * kMostSegments * sizeof(SegmentEntry));
   std::vector<PeerTensors> shared(size(shape.ranks * shape.channels));
   regions.add(shared.data(), shared.size() * sizeof(PeerTensors));
+  for (int r = 0; r < shape.ranks; ++r) regions.add(ranks.window(r).own, nvlink::Windows::kBytes);
   // A segment for each buffer, known to all ranks, with the address that each finds there.
   heard.clear();
   segments.clear();
@@ -452,6 +465,9 @@ Program record(const Shape& shape, const std::vector<Call>& calls, const Mutant&
                                            call.channels);
         if constexpr (P > 0)
           if (call.ll) return llBlock<E, Rules, P>(block, comm, rank_call, c, call.channels);
+        if constexpr (P == 0 && hasNvlsKernel(E::kDType))
+          if (call.nvls)
+            return nvlsBlock<E, Rules>(block, comm, rank_call, ranks.window(r), c, call.channels);
         if (call.algorithm == kOneShot)
           allReduceBlock<kOneShot, E, Rules, P>(block, comm, rank_call, c, call.channels);
         else if (call.algorithm == kTwoShot)
@@ -465,7 +481,7 @@ Program record(const Shape& shape, const std::vector<Call>& calls, const Mutant&
                                           call.channels);
       else if (gathers || call.kind == Kind::kBroadcast)
         gatherBlock<kWidth, Rules>(block, rank_call, c, call.channels);
-      else if (!E::kFloating || fixed == 0)
+      else if (!E::kFloating || fixed == 0 || call.nvls)
         run.template operator()<0>();
       if constexpr (E::kFloating) {
         if (fixed == 2) run.template operator()<2>();

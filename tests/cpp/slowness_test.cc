@@ -130,6 +130,9 @@ TEST(calls_tell_the_rate_of_lines_to_all_at_once) {
     CHECK_EQ(callsUntilAgreed(P, two_shot, took, kRate), 2);
     const int by_bruck = callsUntilAgreed(P, bruck, took, kRate);
     CHECK(by_bruck >= 2 && by_bruck <= P);
+    // A late rank finds the line too fast, and says nothing.
+    const auto late = [&](int r) { return r == P / 2 ? 0 : 10 * kMillisecond; };
+    CHECK_EQ(callsUntilAgreed(P, two_shot, late, kRate), 2);
     // Small calls, calls of a root, and calls that are all hops say nothing.
     CHECK_EQ(callsUntilAgreed(P, {Algorithm::kRing, 0, 0, 0, 1000}, took, 0), 0);
     CHECK_EQ(callsUntilAgreed(P, {}, took, 0), 0);

@@ -2,6 +2,7 @@
 // of connections and through memory; and what is wrong is told.
 #include <sys/socket.h>
 
+#include <array>
 #include <cstring>
 #include <random>
 #include <set>
@@ -199,6 +200,39 @@ TEST(a_rank_that_is_lost_takes_nothing_from_its_full_pipe) {
       },
       "rank 1: it is gone");
   CHECK(kind == Failure::kPeerLost);
+}
+
+TEST(a_rank_is_awaited_once_bytes_of_another_host_are_there) {
+  for (const int hosts : {0, 2})  // of 3 ranks, of which ranks 0 and 2 share memory, or none
+    overTcp(
+        3,
+        [&](OneRank& me) {
+          for (int i = 0; i < 3; ++i)
+            me.operation([&](Transport& transport) {
+              std::array<char, 5000> data{};
+              if (me.rank() == 0) {
+                transport.expect(1, data.data(), data.size());
+                transport.peek(1);
+                transport.release(1);
+                transport.send(1, data.data(), data.size());
+                transport.send(2, data.data(), data.size());
+              } else if (me.rank() == 1) {
+                CHECK(!transport.isAwaited());
+                transport.send(0, data.data(), data.size());
+                transport.finish();
+                while (!transport.isAwaited()) std::this_thread::yield();
+                transport.expect(0, data.data(), data.size());
+                transport.peek(0);
+                transport.release(0);
+              } else {
+                while (hosts == 0 && !transport.isAwaited()) std::this_thread::yield();
+                transport.expect(0, data.data(), data.size());
+                transport.peek(0);
+                transport.release(0);
+              }
+            });
+        },
+        {}, 60 * kSecond, {}, hosts);
 }
 
 TEST(another_operation_is_told_before_anything_is_returned) {

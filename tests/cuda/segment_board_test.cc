@@ -226,6 +226,10 @@ TEST(nobody_waits_for_a_rank_that_does_not_map) {
       group.run({Barrier{}});
       return;
     }
+    if (group.rank() == 2) {
+      group.run({Barrier{}});
+      return;
+    }
     await("rank 1 has stopped", [&] {
       char state = 0;
       const std::string path = "/proc/" + std::to_string(all[1].pid) + "/stat";

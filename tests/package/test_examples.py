@@ -88,6 +88,14 @@ def test_ringreduce_gives_the_bits_of_gloo(
         assert ours[rank]["weights_hash"] == base[rank]["weights_hash"]
 
 
+def test_outer_steps_in_small(train: Callable[..., Records]) -> None:
+    size = ("--layers", "1", "--width", "32", "--steps", "8", "--sync-every", "3")
+    first, second = train("train_diloco.py", *size)
+    for way in ("DDP", "DiLoCo"):
+        assert first[way]["weights_hash"] == second[way]["weights_hash"]
+    assert first["DDP"]["weights_hash"] != first["DiLoCo"]["weights_hash"]
+
+
 @pytest.mark.parametrize(
     ("ranks", "compiler", "dtype"), [(2, "aot_eager", "float32"), (4, "none", "bfloat16")]
 )

@@ -65,8 +65,9 @@ struct Kernels {
 // The dtypes that kernels.cu compiles kernels for: the first of DType.
 inline constexpr int kKernelDTypes = 10;
 const Kernels& kernelsOf(DType dtype);
-// For all dtypes; takes a DeliverCall.
-const void* deliverKernel();
+// For all dtypes.
+const void* lookKernel();     // takes a LookCall; of one block
+const void* deliverKernel();  // takes a DeliverCall
 // For all dtypes of a unit (gpu_tuning.h).
 const void* gatherKernel(int unit);         // takes a RanksLaunch
 const void* locatedGatherKernel(int unit);  // takes a RankLaunch

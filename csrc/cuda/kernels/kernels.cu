@@ -8,6 +8,11 @@
 namespace ringreduce::cuda {
 namespace {
 
+RINGREDUCE_KERNEL lookKernelOfAll(const __grid_constant__ LookCall call) {
+  Block block;
+  Look<DeviceRules, Block>(block, call).run();
+}
+
 RINGREDUCE_KERNEL deliverKernelOfAll(const __grid_constant__ DeliverCall call) {
   Block block;
   deliver(block, call, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
@@ -52,6 +57,10 @@ const Kernels& kernelsOf(DType dtype) {
     default:
       throw Error(Failure::kArgument, std::string("no GPU kernel adds elements of ") + name(dtype));
   }
+}
+
+const void* lookKernel() {
+  return pointerTo(lookKernelOfAll);
 }
 
 const void* deliverKernel() {

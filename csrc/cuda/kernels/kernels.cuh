@@ -70,8 +70,10 @@ RINGREDUCE_KERNEL locatedKernel(const __grid_constant__ RankLaunch launch) {
 
 template <DType dtype>
 RINGREDUCE_KERNEL directKernel(const __grid_constant__ DirectCall call) {
+  __shared__ PeerTensors peers;
   Block block;
-  direct<Element<dtype>>(block, call, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
+  direct<Element<dtype>>(block, call, peers, static_cast<int>(blockIdx.x),
+                         static_cast<int>(gridDim.x));
 }
 
 template <DType dtype>

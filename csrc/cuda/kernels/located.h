@@ -209,14 +209,8 @@ class LocatedCall {
   // Null if the tensor does not lie in memory that is mapped here.
   RINGREDUCE_DEVICE std::byte* placeOf(int peer, const Place& place, uint64_t turn) const {
     if (place.segment == 0) return window(peer, comm_.rank);
-    if (!comm_.table) return nullptr;
-    const SegmentEntry& known = entry(peer, place.segment);
-    if (Rules::template hear<Rules>(known.number) != place.segment) return nullptr;
-    const size_t bytes = elements_ * kWidth, all = Rules::template hear<Rules>(known.bytes);
-    if (place.offset > all || bytes > all - place.offset) return nullptr;
-    auto* data = reinterpret_cast<std::byte*>(
-        Rules::template hear<Rules>(reinterpret_cast<const uint64_t&>(known.data)));
-    return data + place.offset + part(turn, comm_.rank).begin * kWidth;
+    std::byte* data = tensorAt<Rules>(comm_.table, peer, place, elements_ * kWidth);
+    return data ? data + part(turn, comm_.rank).begin * kWidth : nullptr;
   }
 
   RINGREDUCE_DEVICE void tellLeft(uint64_t parts, uint64_t results) const {

@@ -96,6 +96,17 @@ RINGREDUCE_DEVICE inline void publishWord(uint64_t& word, uint64_t value) {
   DeviceRules::store<DeviceRules>(word, value);
 }
 
+// A word that streams set and wait for (direct_schedule.h).
+RINGREDUCE_DEVICE inline uint32_t observeStreamWord(uint32_t& word) {
+#ifdef __CUDA_ARCH__
+  uint32_t value;
+  asm volatile("ld.acquire.sys.u32 %0, [%1];" : "=r"(value) : "l"(&word) : "memory");
+  return value;
+#else
+  return std::atomic_ref(word).load(std::memory_order_acquire);
+#endif
+}
+
 // A rank's own word, shared by its blocks: as it is now, in no order with anything else.
 RINGREDUCE_DEVICE inline uint32_t peekWord(uint32_t& word) {
 #ifdef __CUDA_ARCH__

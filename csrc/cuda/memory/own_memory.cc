@@ -73,19 +73,22 @@ void await(cudaStream_t stream) {
 void OwnSegment::whenOver(std::function<void()> then) {
   {
     const std::lock_guard lock(mutex_);
-    if (!is_over_) return then_.push_back(std::move(then));
+    if (!is_over_) {
+      then_ = std::move(then);
+      return;
+    }
   }
   then();
 }
 
 void OwnSegment::end() {
-  std::vector<std::function<void()>> then;
+  std::function<void()> then;
   {
     const std::lock_guard lock(mutex_);
     is_over_ = true;
     then.swap(then_);
   }
-  for (const auto& one : then) one();
+  if (then) then();
 }
 
 std::shared_ptr<void> ownMemory(int device, size_t bytes, StreamUsers users) {

@@ -34,7 +34,8 @@ class OwnSegment {
 
   // Whether its owner has let go of it, and the streams that used it have come past that.
   bool isOver() const { return is_over_; }
-  // Runs `then` once it is over, in the thread that gives memory back.
+  // Runs `then` once it is over, in the thread that gives memory back, and nothing that was to run
+  // before.
   void whenOver(std::function<void()> then);
   void end();
 
@@ -47,7 +48,7 @@ class OwnSegment {
   const Exported made_;
   std::atomic<bool> is_over_ = false, is_kept_ = false;
   std::mutex mutex_;
-  std::vector<std::function<void()>> then_;
+  std::function<void()> then_;
 };
 
 // The streams in which the memory may be in use; asked when its last owner lets go of it.

@@ -222,7 +222,14 @@ class SegmentBoard::State {
   // With the lock held.
   Own* offer(const std::shared_ptr<OwnSegment>& segment) {
     const auto free = std::ranges::find(own_, false, &Own::is_used);
-    if (free == own_.end()) return nullptr;
+    if (free == own_.end()) {
+      if (!std::exchange(told_full_, true))
+        log("rank " + peer(rank_).name + " of group '" + name_ + "' has " +
+            std::to_string(kMostSegments) +
+            " pieces of memory that other ranks map, and can have no more, so calls on tensors in "
+            "others copy them: make fewer and larger ones, or let go of them and of CUDA graphs");
+      return nullptr;
+    }
     const auto slot = static_cast<uint64_t>(free - own_.begin());
     const uint64_t number = free->number == 0 ? slot + kMostSegments : free->number + kMostSegments;
     *free = {.number = number,
@@ -269,6 +276,7 @@ class SegmentBoard::State {
       if (is_over && is_new) continue;
       if (is_new) {
         sendAll({.what = Message::What::kOffer, .number = number, .segment = segment});
+        // One is enough: all boards of a process have the same mapper.
         segment->whenOver([mapper = mapper_] { mapper->wake(); });
       }
       if (is_over) {
@@ -475,9 +483,10 @@ class SegmentBoard::State {
   std::unique_ptr<Stream> stream_;
   MemoryPtr table_;
 
-  std::mutex mutex_;  // of own_ and slots_
+  std::mutex mutex_;  // of own_, slots_ and told_full_
   std::array<Own, kMostSegments> own_;
-  std::map<uint64_t, size_t> slots_;                           // by the id of what is offered
+  std::map<uint64_t, size_t> slots_;  // by the id of what is offered
+  bool told_full_ = false;
   std::array<std::atomic<uint64_t>, kMostSegments> mapped_{};  // numbers that all peers map
 
   // The mapping thread's.
@@ -538,6 +547,9 @@ SegmentBoard::~SegmentBoard() {
 
 Place SegmentBoard::find(const void* data, size_t bytes) {
   return state_->find(data, bytes);
+}
+bool SegmentBoard::reaches() const {
+  return state_->reaches();
 }
 bool SegmentBoard::isMapped(Place place) const {
   return state_->isMapped(place.segment);

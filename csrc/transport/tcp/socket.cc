@@ -1,8 +1,10 @@
 // Errors and addresses in words, and the kernel's knowledge of a connection.
 #include "transport/tcp/socket.h"
 
+#include <linux/sockios.h>
 #include <linux/tcp.h>
 #include <netinet/in.h>
+#include <sys/ioctl.h>
 
 #include <algorithm>
 #include <array>
@@ -89,6 +91,11 @@ void probeWhenIdle(const Fd& socket, Nanos longest) {
   set(IPPROTO_TCP, TCP_KEEPINTVL, std::max(1, seconds / 6));
   set(IPPROTO_TCP, TCP_KEEPCNT, probes);
   set(SOL_SOCKET, SO_KEEPALIVE, 1);
+}
+
+bool hasBytes(const Fd& socket) {
+  int bytes = 0;
+  return ioctl(socket.get(), SIOCINQ, &bytes) == 0 && bytes > 0;
 }
 
 }  // namespace ringreduce::net

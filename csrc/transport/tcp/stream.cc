@@ -241,6 +241,13 @@ int RecvStream::openConnections() const {
       std::ranges::count_if(readers_, [](const auto& reader) { return !reader->closed; }));
 }
 
+bool RecvStream::hasUnexpected() const {
+  return missing_ == 0 && std::ranges::any_of(readers_, [](const auto& reader) {
+           return !reader->connection.pipe &&
+                  (reader->aheadBytes() > 0 || hasBytes(reader->connection.socket));
+         });
+}
+
 bool RecvStream::broken(const std::string& why) {
   dead_ = true;
   if (why_.empty()) why_ = why;

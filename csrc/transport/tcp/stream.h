@@ -186,6 +186,8 @@ class RecvStream {
   bool isOpen() const { return openConnections() > 0; }  // more bytes may arrive
   int openConnections() const;
   uint64_t received() const { return received_; }  // bytes, with headers
+  // Whether sockets have bytes for which there is no place yet.
+  bool hasUnexpected() const;
 
   // Reads what has arrived, up to some hundred KiB from each connection.  kBroken: no more bytes
   // can arrive, and expected ones are missing.

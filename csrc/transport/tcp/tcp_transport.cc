@@ -635,6 +635,14 @@ void TcpTransport::release(int from) {
   std::erase(state_->receiving, from);
 }
 
+bool TcpTransport::isAwaited() const {
+  const auto has = [](const auto& in) { return in && in->stream.hasUnexpected(); };
+  if (std::ranges::any_of(state_->ins, has)) return true;
+  const std::lock_guard lock(state_->mutex);
+  return std::ranges::any_of(state_->accepted,
+                             [](const auto& one) { return net::hasBytes(one.socket); });
+}
+
 void TcpTransport::leave(Nanos longest) {
   const auto forEachConnection = [&](const auto& body) {
     for (int r = 0; r < state_->size; ++r)

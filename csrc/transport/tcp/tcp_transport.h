@@ -58,6 +58,7 @@ class TcpTransport final : public Transport {
   const std::byte* peek(int from) override;
   void release(int from) override;
 
+  bool isAwaited() const override;
   void setPatience(Patience patience) override;
   void leave(Nanos longest) override;
   size_t stagingBytes() const override;

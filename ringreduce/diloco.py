@@ -1,0 +1,633 @@
+"""Outer steps for slow lines: sites train by themselves and meet once in many steps.
+
+    with ringreduce.DiLoCo(model, optimizer, sync_every=30):
+        for inputs, targets in loader:
+            ...  # forward, backward, optimizer.step(): nothing else changes
+
+The method is DiLoCo (Douillard et al. 2023), and with `fragments` and `overlap` Streaming DiLoCo
+(2025).  Each rank has a copy of the global parameters, which is the same on all ranks.  A round:
+
+    pseudo-gradient   the global parameters minus those that the inner steps have made of them
+    average           of all ranks', coded, with error feedback; ranks of one host are added up in
+                      its memory first, and one sum of each host crosses the line
+    outer step        the outer optimizer, on the global copy; every rank does the same arithmetic
+    parameters        are set to the global copy
+
+Rounds are counted and not negotiated: round k is the k-th on every rank.  So ranks need not agree
+on when one begins, also by time, and a rank that is late is waited for in the round's all-reduce.
+"""
+
+import contextlib
+import copy
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from ringreduce.average import ranks_that_differ, start_average
+from ringreduce.core import clock
+from ringreduce.core.backend import backend_of, extension, noting_errors, ringreduce_group
+from ringreduce.errors import Mismatch
+
+__all__ = ["DiLoCo"]
+
+MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+
+# A parameter begins at a multiple of a codec's block (csrc/kernels/codec.h), so no two share a
+# block.
+_BLOCK = 32
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+def _whole(value: object, name: str, least: int, below: int | None = None) -> int:
+    """A whole number in that range, or an error that names it."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} is a whole number, not {value!r}")
+    if value < least or (below is not None and value >= below):
+        end = "" if below is None else f" and below {below}"
+        raise ValueError(f"{name} must be at least {least}{end}, not {value}")
+    return value
+
+
+def _number(value: object, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} is a number, not {value!r}")
+    return float(value)
+
+
+def _parameters_of(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """The parameters that train, by the names that they have without DDP."""
+    inside = model.module if isinstance(model, DistributedDataParallel) else model
+    found = {name: p for name, p in inside.named_parameters() if p.requires_grad}
+    if not found:
+        raise ValueError("the model has no parameters that require a gradient")
+    for name, p in found.items():
+        if type(p.data) is not torch.Tensor or p.layout != torch.strided or p.is_meta:
+            raise ValueError(
+                f"DiLoCo takes whole dense parameters in memory, and {name} is a "
+                f"{type(p.data).__name__} on {p.device}"
+            )
+        if p.dtype not in _DTYPES:
+            raise ValueError(
+                "DiLoCo takes parameters of float32, float64, float16 and bfloat16, and "
+                f"{name} is of {p.dtype}"
+            )
+    return found
+
+
+@dataclass
+class _Shared:
+    """A parameter, and its global values: a piece of its message."""
+
+    name: str
+    local: torch.nn.Parameter
+    begin: int  # in the message
+    master: torch.nn.Parameter  # a view of the message's values
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """Its part of a tensor that is laid out as the message."""
+        return flat[self.begin : self.begin + self.local.numel()].view(self.local.shape)
+
+
+class _Message:
+    """The parameters of a fragment that travel as one tensor, since they have one wide dtype."""
+
+    def __init__(self, dtype: torch.dtype, parameters: dict[str, torch.nn.Parameter]) -> None:
+        begins, end = [], 0
+        for p in parameters.values():
+            begins.append(end)
+            end += -(-p.numel() // _BLOCK) * _BLOCK
+        self.values = torch.zeros(end, dtype=dtype, device="cpu")
+        self.residual: torch.Tensor | None = None  # what coding has lost so far
+        self.parts: list[_Shared] = []
+        for begin, (name, p) in zip(begins, parameters.items(), strict=True):
+            place = self.values[begin : begin + p.numel()].view(p.shape)
+            self.parts.append(_Shared(name, p, begin, torch.nn.Parameter(place)))
+            place.copy_(p.detach())
+
+    def pseudo_gradient(self) -> torch.Tensor:
+        """What the inner steps have moved, away from the global values as the dtype has them."""
+        moved = torch.zeros_like(self.values)
+        for part in self.parts:
+            start = part.master.detach().to(part.local.dtype)
+            now = part.local.detach().to("cpu", moved.dtype)
+            part.of(moved).copy_(start).sub_(now)
+        return moved
+
+
+def _split(parameters: dict[str, torch.nn.Parameter], fragments: int) -> list[list[_Message]]:
+    """Fragments of neighbours, about as large as each other, and the messages of each."""
+    rest, left = list(parameters.items()), sum(p.numel() for p in parameters.values())
+    found = []
+    for after in reversed(range(fragments)):  # so many fragments come after this one
+        wanted, taken = left / (after + 1), rest[:1]
+        size = taken[0][1].numel()
+        while len(rest) - len(taken) > after:
+            more = rest[len(taken)][1].numel()
+            if after and size + more / 2 > wanted:
+                break
+            taken.append(rest[len(taken)])
+            size += more
+        rest, left = rest[len(taken) :], left - size
+        by_dtype: dict[torch.dtype, dict[str, torch.nn.Parameter]] = {}
+        for name, p in taken:
+            wide = torch.float64 if p.dtype == torch.float64 else torch.float32
+            by_dtype.setdefault(wide, {})[name] = p
+        found.append([_Message(dtype, some) for dtype, some in by_dtype.items()])
+    return found
+
+
+@dataclass
+class _Flight:
+    """An average of a fragment that has begun, or arrived, and is not applied yet."""
+
+    fragment: int
+    due: int  # the inner step after which it is applied
+    sums: list[torch.Tensor]  # of each message; the averages once they have arrived
+    errors: list[torch.Tensor | None] = field(default_factory=list)
+    weight: torch.Tensor | None = None  # likewise an average
+    works: list[dist.Work] = field(default_factory=list)
+    group: dist.ProcessGroup | None = None
+
+
+class DiLoCo:
+    """Averages what ranks have learned once in many steps, and applies it by an outer optimizer.
+
+        with ringreduce.DiLoCo(model, optimizer, sync_every=30) as diloco:
+            while diloco.step < steps:
+                ...  # forward, backward, optimizer.step()
+            diloco.sync()  # all ranks end with the same parameters
+
+    Make it on all ranks, which then agree on the arguments; ranks whose parameters differ from
+    those of the first rank receive them.  In the `with`, each `optimizer.step()` counts.
+
+    Ranks that train as one, a site, are those of the model's DistributedDataParallel; without one
+    each rank is a site.  Sites weigh by their number of ranks.  Ranks of a site stay equal to the
+    bit, since an average has the same bits on all ranks.
+
+    Args:
+        model: a module, or its DistributedDataParallel over a part of the ranks.  Parameters that
+            require a gradient are shared, of float32, float64 (never coded), float16 or bfloat16
+            (with a global copy in float32), on any device; the copies are in CPU memory.  Buffers
+            stay each rank's own.
+        optimizer: the inner one, of the model's parameters.
+        sync_every: inner steps from one round to the next.
+        outer_optimizer: None for SGD with lr=0.7 and Nesterov momentum 0.9; or what makes one of
+            a list of parameters (a class of torch.optim, a function); or an optimizer of the
+            model's parameters that has not stepped, which then gets the global copies instead.
+        codec: how pseudo-gradients travel: "int4", "int8", "bfloat16", "float16", or None for
+            exactly.
+        error_feedback: what coding loses of a pseudo-gradient is added to the next one.
+        fragments: the parameters are cut in so many, each with rounds of its own; these are spread
+            over `sync_every` steps.
+        overlap: a round's average is applied this many inner steps after it began, and travels
+            meanwhile.
+        fragment_update_alpha: how much of the local parameters is kept in a round: 0 for none.
+        groups: "host" for all ranks of the default group, where ranks of a host are added up in
+            its memory; or the process group whose ranks are averaged.  If it is not ringreduce's, a
+            ringreduce group over the same ranks is made.
+        sync_seconds: rounds by time, in place of `sync_every`.  A rank weighs by the tokens that
+            `count` has been told since the last round, or else by its inner steps.
+
+    Raises:
+        TypeError, ValueError: an argument that cannot be; the error names it.
+        Mismatch: ranks gave different arguments or models.
+        RuntimeError: there is no default group.
+        Timeout, PeerLost, Error: see `ringreduce.errors`.  So does `optimizer.step()` in which a
+            round fails; the global copy is as before then.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        sync_every: int = 30,
+        outer_optimizer: torch.optim.Optimizer | MakeOptimizer | None = None,
+        codec: str | None = "int4",
+        error_feedback: bool = True,
+        fragments: int = 1,
+        overlap: int = 0,
+        fragment_update_alpha: float = 0.0,
+        groups: str | dist.ProcessGroup = "host",
+        sync_seconds: float | None = None,
+    ) -> None:
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError(f"model is a torch.nn.Module, not a {type(model).__name__}")
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"optimizer is a torch optimizer, not a {type(optimizer).__name__}")
+        parameters = _parameters_of(model)
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if own.isdisjoint(map(id, parameters.values())):
+            raise ValueError("optimizer steps none of the model's parameters")
+        self._every = _whole(sync_every, "sync_every", 1)
+        self._seconds = None if sync_seconds is None else _number(sync_seconds, "sync_seconds")
+        if self._seconds is not None and not 0 < self._seconds < float("inf"):
+            raise ValueError(f"sync_seconds must be above 0, not {sync_seconds}")
+        by_steps = self._every if self._seconds is None else None
+        _whole(fragments, "fragments", 1, min(len(parameters), by_steps or len(parameters)) + 1)
+        self._overlap = _whole(overlap, "overlap", 0, by_steps)
+        self._alpha = _number(fragment_update_alpha, "fragment_update_alpha")
+        if not 0 <= self._alpha <= 1:
+            raise ValueError(f"fragment_update_alpha must be from 0 to 1, not {self._alpha}")
+        if codec is not None:
+            if not isinstance(codec, str):
+                raise TypeError(f"codec is a name or None, not {codec!r}")
+            extension().coded_bytes(codec, 1)  # ValueError for one that is not known
+            if codec == "float16" and self._seconds is not None:
+                raise ValueError(
+                    'codec="float16" cannot be had with sync_seconds: weights by tokens may go '
+                    'beyond its range; take "bfloat16"'
+                )
+        self._codec, self._feedback = codec, bool(error_feedback)
+        if isinstance(groups, str) and groups != "host":
+            raise ValueError(f'groups is "host" or a process group, not {groups!r}')
+        if not isinstance(groups, (str, dist.ProcessGroup)):
+            raise TypeError(f'groups is "host" or a process group that has this rank: {groups!r}')
+        self._group = None if isinstance(groups, str) else groups
+        self._site = model.process_group if isinstance(model, DistributedDataParallel) else None
+        self._refuse_one_site()
+
+        self._optimizer = optimizer
+        self._fragments = _split(parameters, fragments)
+        self.outer_optimizer = self._outer(outer_optimizer)
+        self._flights: list[_Flight] = []
+        self._step = self._rounds = self._tokens = 0
+        self._counts = False  # tokens
+        self._marks = [(0, 0)] * fragments  # the steps and tokens when a fragment's round began
+        self._since = clock.now()
+        self._hook: Any = None
+        self._agree()
+
+    def _refuse_one_site(self) -> None:
+        group = dist.group.WORLD if self._group is None else self._group
+        if group is None:
+            raise RuntimeError("call torch.distributed.init_process_group first")
+        ranks = set(dist.get_process_group_ranks(group))
+        site = {dist.get_rank()}
+        if self._site is not None:
+            site.update(dist.get_process_group_ranks(self._site))
+        if len(ranks) > 1 and ranks <= site:
+            raise ValueError(
+                "the DistributedDataParallel model averages the gradients of all of groups' ranks "
+                f"{sorted(ranks)} in each step, so rounds have nothing to do: make it over the "
+                "ranks of a site (process_group=), or leave it out"
+            )
+
+    def _parts(self, fragment: int | None = None) -> Iterator[tuple[_Message, _Shared]]:
+        some = self._fragments if fragment is None else [self._fragments[fragment]]
+        for messages in some:
+            for message in messages:
+                for part in message.parts:
+                    yield message, part
+
+    def _outer(self, given: torch.optim.Optimizer | MakeOptimizer | None) -> torch.optim.Optimizer:
+        """The outer optimizer, on the global copies."""
+        masters = [part.master for _, part in self._parts()]
+        if given is None:
+            return torch.optim.SGD(masters, lr=0.7, momentum=0.9, nesterov=True)
+        if not isinstance(given, torch.optim.Optimizer):
+            if not callable(given):
+                raise TypeError(
+                    "outer_optimizer is an optimizer, or makes one of a list of parameters, not "
+                    f"{given!r}"
+                )
+            made = given(masters)
+            if not isinstance(made, torch.optim.Optimizer):
+                raise TypeError(f"outer_optimizer made a {type(made).__name__}, no optimizer")
+            return made
+        copies = {id(part.local): part.master for _, part in self._parts()}
+        held = [id(p) for group in given.param_groups for p in group["params"]]
+        if sorted(held) != sorted(copies) or given.state:
+            raise ValueError(
+                "outer_optimizer must be a new optimizer of the very parameters of the model that "
+                "require a gradient, or make one of a list of parameters"
+            )
+        for group in given.param_groups:
+            group["params"] = [copies[id(p)] for p in group["params"]]
+        return given
+
+    def _agree(self) -> None:
+        """Raises Mismatch, on all ranks alike, unless all have the same arguments.  Collective."""
+        group = ringreduce_group(self._group)
+        backend = backend_of(group, "cpu")
+        if backend is None:
+            raise ValueError("groups must be a group that takes CPU tensors")
+        # A rank that joins a running group receives the state of the others (ringreduce.elastic).
+        if extension().goes_on(backend) and not extension().is_connected(backend):
+            return
+        outer = [
+            {key: value for key, value in each.items() if key != "params"}
+            for each in self.outer_optimizer.param_groups
+        ]
+        settings = [
+            self._every, self._seconds, self._overlap, self._alpha, self._codec, self._feedback,
+            type(self.outer_optimizer).__name__, outer,
+            [[(p.name, tuple(p.local.shape), p.local.dtype) for m in f for p in m.parts]
+             for f in self._fragments],
+        ]  # fmt: skip
+        ranks = dist.get_process_group_ranks(group)
+        if odd := ranks_that_differ(zlib.crc32(repr(settings).encode()), group):
+            raise Mismatch(
+                f"DiLoCo: of ranks {ranks}, {odd} have other arguments, parameters, shapes or "
+                "dtypes than the others"
+            )
+        bits = 0
+        for messages in self._fragments:
+            for message in messages:
+                bits = zlib.crc32(message.values.numpy().data, bits)
+        if ranks_that_differ(bits, group):
+            self.sync_from(ranks[0])
+
+    # ---- what a program sees
+
+    @property
+    def step(self) -> int:
+        """Inner steps so far; of loops that end by it each rank makes as many."""
+        return self._step
+
+    @property
+    def rounds(self) -> int:
+        """Rounds that have begun so far, those of each fragment counted."""
+        return self._rounds
+
+    def count(self, tokens: int) -> None:
+        """Tells what this rank has learned from: with `sync_seconds` it weighs by that.
+
+        Call it before `optimizer.step()`, on all ranks or none.
+
+        Args:
+            tokens: tokens, samples or whatever all ranks count, of the batch.
+
+        Raises:
+            RuntimeError: there is no `sync_seconds`, so all ranks weigh alike.
+            TypeError, ValueError: not a whole number from 0 on.
+        """
+        if self._seconds is None:
+            raise RuntimeError("ranks weigh by tokens only in rounds by time (sync_seconds)")
+        self._tokens += _whole(tokens, "tokens", 0)
+        self._counts = True
+
+    def __enter__(self) -> "DiLoCo":
+        if self._hook is not None:
+            raise RuntimeError("this DiLoCo is entered already")
+        self._since = clock.now()
+        self._hook = self._optimizer.register_step_post_hook(self._after_step)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Applies the rounds under way; those are dropped if an exception ended the block."""
+        self._hook.remove()
+        self._hook = None
+        if kind is None:
+            self._land(lambda flight: True)
+        else:
+            self._flights.clear()
+
+    def sync(self) -> None:
+        """A round of all fragments, now; collective.  All ranks have the same parameters then.
+
+        Rounds under way are applied first.  `fragment_update_alpha` is 0 in this round.
+
+        Raises:
+            PeerLost, Timeout, Mismatch, Aborted: see `ringreduce.errors`.
+        """
+        self._land(lambda flight: True)
+        for fragment in range(len(self._fragments)):
+            self._begin(fragment)
+        self._land(lambda flight: True, alpha=0.0)
+        self._since = clock.now()
+
+    def sync_from(self, rank: int, group: dist.ProcessGroup | None = None) -> None:
+        """Gives all ranks the state of one; collective.
+
+        For ranks of a new group, after a failure or with new processes: they receive the global
+        copy, the outer optimizer's state, the counts and the rounds under way, and begin at the
+        global parameters.  A process that joins by `ringreduce.elastic` receives them there.
+
+        Args:
+            rank: whose, in the default group.
+            group: the ranks that are averaged from now on; None for the same as before.
+
+        Raises:
+            ValueError: `rank` is not in the group.
+            PeerLost, Timeout, Mismatch, Aborted: see `ringreduce.errors`.
+        """
+        found = ringreduce_group(self._group if group is None else group)
+        ranks = dist.get_process_group_ranks(found)
+        if rank not in ranks:
+            raise ValueError(f"rank {rank} has no state for ranks {ranks}: it is none of them")
+        mine = dist.get_rank() == rank
+        sent: list[Any] = [self.state_dict() if mine else None]
+        if mine:
+            sent[0].pop("residuals")  # each rank has its own
+        with noting_errors(found):
+            dist.broadcast_object_list(sent, src=rank, group=found, device=torch.device("cpu"))
+        if not mine:
+            self.load_state_dict({**sent[0], "residuals": {}, "rank": None})
+        if group is not None:
+            self._group = group
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state, for torch.save; it waits for the rounds under way.
+
+        With the model's and the inner optimizer's, and as many ranks, training goes on bit for bit
+        as it would have.  Each rank needs its own for that; with another rank's its residuals are
+        lost.  As those of torch, it refers to tensors that the next step changes.
+
+        Returns:
+            version, rank, step, rounds, tokens, marks, the global values (`parameters`) and
+            `residuals` by the names of parameters, the state of `outer_optimizer`, and `pending`:
+            averages that are not applied yet.
+        """
+        for flight in list(self._flights):
+            self._await(flight)
+        return {
+            "version": 1,
+            "rank": dist.get_rank(),
+            "step": self._step,
+            "rounds": self._rounds,
+            "tokens": self._tokens if self._counts else None,
+            "marks": list(self._marks),
+            "parameters": {part.name: part.master.detach() for _, part in self._parts()},
+            "residuals": {
+                part.name: part.of(message.residual)
+                for message, part in self._parts()
+                if message.residual is not None
+            },
+            "outer_optimizer": self.outer_optimizer.state_dict(),
+            "pending": [(f.fragment, f.due, list(f.sums)) for f in self._flights],
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Goes on from what `state_dict` has told.
+
+        If that was another rank, this one begins at the global parameters, since what the other
+        has learned since its last round counts for the other: load the model before.
+
+        Args:
+            state_dict: of `state_dict`.
+
+        Raises:
+            ValueError: not such a state, or one of other parameters or fragments; nothing has
+                changed then.
+        """
+        if not isinstance(state_dict, Mapping) or state_dict.get("version") != 1:
+            raise ValueError("this is no state_dict of a DiLoCo that is known here")
+        values, parts = state_dict["parameters"], list(self._parts())
+        mine = {part.name: tuple(part.local.shape) for _, part in parts}
+        theirs = {name: tuple(value.shape) for name, value in values.items()}
+        if odd := sorted(n for n in mine | theirs if mine.get(n) != theirs.get(n)):
+            raise ValueError(
+                f"the state does not fit the model: {odd[0]} has shape "
+                f"{theirs.get(odd[0], 'none')} in the state and {mine.get(odd[0], 'none')} in the "
+                "model"
+            )
+        if len(state_dict["marks"]) != len(self._fragments):
+            raise ValueError(
+                f"the state has {len(state_dict['marks'])} fragments, and this DiLoCo "
+                f"{len(self._fragments)}"
+            )
+        self.outer_optimizer.load_state_dict(copy.deepcopy(state_dict["outer_optimizer"]))
+        self._step, self._rounds = state_dict["step"], state_dict["rounds"]
+        own = state_dict["rank"] == dist.get_rank()
+        residuals = state_dict["residuals"] if own and self._codec and self._feedback else {}
+        with torch.no_grad():
+            for message, part in parts:
+                part.master.copy_(values[part.name])
+                if part is message.parts[0]:
+                    message.residual = torch.zeros_like(message.values) if residuals else None
+                if message.residual is not None and part.name in residuals:
+                    part.of(message.residual).copy_(residuals[part.name])
+                if not own:
+                    part.local.detach().copy_(part.master)
+        if own:
+            self._counts = state_dict["tokens"] is not None
+            self._tokens = state_dict["tokens"] or 0
+            self._marks = [tuple(mark) for mark in state_dict["marks"]]
+        else:
+            self._marks = [(self._step, self._tokens)] * len(self._fragments)
+        self._flights = [
+            _Flight(fragment, due, [average.clone() for average in sums])
+            for fragment, due, sums in state_dict["pending"]
+        ]
+        self._since = clock.now()
+
+    # ---- rounds
+
+    @torch.no_grad()
+    def _after_step(self, *_: Any) -> None:
+        """Follows each step of the inner optimizer."""
+        self._step += 1
+        self._land(lambda flight: flight.due <= self._step)
+        for fragment in self._due():
+            self._begin(fragment)
+            self._land(lambda flight: flight.due <= self._step)
+            self._since = clock.now()
+
+    def _due(self) -> list[int]:
+        """The fragments whose rounds begin now."""
+        count = len(self._fragments)
+        if self._seconds is None:
+            phase = self._step % self._every
+            return [
+                f for f in range(count) if self._every * (f + 1) // count % self._every == phase
+            ]
+        over = clock.now() - self._since >= self._seconds / count
+        if self._site is not None and self._site.size() > 1:
+            # All ranks of a site must begin at one step, and their clocks are not one.
+            device = next(self._parts())[1].local.device
+            one = torch.tensor([over], dtype=torch.int32, device=device)
+            dist.all_reduce(one, op=dist.ReduceOp.MAX, group=self._site)
+            over = bool(one.item())
+        return [self._rounds % count] if over else []
+
+    @torch.no_grad()
+    def _begin(self, fragment: int) -> None:
+        """Starts a round of a fragment."""
+        self._land(lambda flight: flight.fragment == fragment)
+        group = ringreduce_group(self._group, call=True)
+        flight = _Flight(fragment, self._step + self._overlap, [], group=group)
+        steps, tokens = self._marks[fragment]
+        weight = self._tokens - tokens if self._counts else self._step - steps
+        with self._dropping_rounds(group):
+            if self._seconds is not None:
+                weight = max(1, weight)  # a rank without tokens has moved nothing
+                flight.weight = torch.tensor([weight], dtype=torch.float64, device="cpu")
+                flight.works.append(start_average(flight.weight, group))
+            for message in self._fragments[fragment]:
+                moved = message.pseudo_gradient()
+                if flight.weight is not None:
+                    moved *= weight
+                error = None
+                if self._codec is None or moved.dtype != torch.float32:
+                    work = start_average(moved, group)
+                else:
+                    if message.residual is not None:
+                        moved += message.residual
+                    error = torch.empty_like(moved) if self._feedback else None
+                    work = extension().compressed_all_reduce(
+                        backend_of(group), moved, moved, codec=self._codec, op="avg", error=error
+                    )
+                flight.sums.append(moved)
+                flight.errors.append(error)
+                flight.works.append(work)
+        self._flights.append(flight)
+        self._marks[fragment] = self._step, self._tokens
+        self._rounds += 1
+
+    @contextlib.contextmanager
+    def _dropping_rounds(self, group: dist.ProcessGroup) -> Iterator[None]:
+        """Around calls of rounds: after an error none of those under way is applied."""
+        try:
+            with noting_errors(group):
+                yield
+        except BaseException:
+            self._flights.clear()
+            raise
+
+    def _await(self, flight: _Flight) -> None:
+        """Waits for a round's averages.  Keeps what coding has lost, in units of what was sent."""
+        if not flight.works:
+            return
+        assert flight.group is not None
+        with self._dropping_rounds(flight.group):
+            for work in flight.works:
+                work.wait()
+        flight.works = []
+        for average, error, message in zip(
+            flight.sums, flight.errors, self._fragments[flight.fragment], strict=True
+        ):
+            if flight.weight is not None:
+                average /= flight.weight.item()
+            message.residual = error
+
+    @torch.no_grad()
+    def _land(self, which: Callable[[_Flight], bool], alpha: float | None = None) -> None:
+        """Applies those rounds, in the order in which they began."""
+        for flight in list(filter(which, self._flights)):
+            self._await(flight)
+            self._flights.remove(flight)
+            keep = self._alpha if alpha is None else alpha
+            averages = zip(flight.sums, self._fragments[flight.fragment], strict=True)
+            for average, message in averages:
+                for part in message.parts:
+                    part.master.grad = part.of(average)
+            self.outer_optimizer.step()
+            for _, part in self._parts(flight.fragment):
+                part.master.grad = None
+                mixed = part.master.detach()
+                if keep:
+                    local = part.local.detach().to("cpu", mixed.dtype)
+                    mixed = local * keep + mixed * (1 - keep)
+                part.local.detach().copy_(mixed)

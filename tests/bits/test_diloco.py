@@ -1,0 +1,439 @@
+"""ringreduce.DiLoCo: every round has the bits of an oracle, on all ranks, also after a restart."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import diloco_oracle
+import oracle
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import MakeWorld
+from pool import Pool, Rank, on_ranks
+from ranks import same_on_all
+from torch.nn.parallel import DistributedDataParallel
+
+import ringreduce
+from ringreduce.core.backend import backend_of, extension
+
+CODECS = (None, "bfloat16", "float16", "int8", "int4")
+
+
+class Net(torch.nn.Module):
+    """Of four dtypes, with a parameter that does not train, one that is tied, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(37, 41)
+        self.middle = torch.nn.Linear(41, 23, dtype=torch.bfloat16)
+        self.frozen = torch.nn.Parameter(torch.ones(5), requires_grad=False)
+        self.last = torch.nn.Linear(23, 19, dtype=torch.float64)
+        self.norm = torch.nn.BatchNorm1d(19)
+        self.small = torch.nn.Parameter(torch.full((19, 3), 0.1, dtype=torch.float16))
+        self.tied = self.first.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.middle((self.first(x).tanh() + self.tied).bfloat16())
+        x = self.norm(self.last(x.double().tanh()).float())
+        return (x @ self.small.float()).square().mean()
+
+
+# In one fragment, in two and in three, as nearly equal as they can be.
+NAMES = ("small", "tied", "first.weight", "middle.weight", "middle.bias", "last.weight",
+         "last.bias", "norm.weight", "norm.bias")  # fmt: skip
+CUTS = {
+    1: [NAMES],
+    2: [NAMES[:3], NAMES[3:]],
+    3: [NAMES[:3], NAMES[3:4], NAMES[4:]],
+}
+
+
+def net() -> Net:
+    torch.manual_seed(5)
+    return Net()
+
+
+def learner(models: list[torch.nn.Module], optimizers: list[Any]) -> Callable[[int, int], None]:
+    """The inner step of a rank: two micro-batches, whose gradients add up."""
+
+    def learn(number: int, step: int, rank: int | None = None) -> None:
+        draw = torch.Generator().manual_seed(97 * step + (number if rank is None else rank))
+        optimizers[number].zero_grad()
+        for _ in range(2):
+            models[number](torch.randn(4, 37, generator=draw)).backward()
+        optimizers[number].step()
+
+    return learn
+
+
+def adam(model: torch.nn.Module) -> torch.optim.Optimizer:
+    """With an eps that a float16 parameter has too."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.AdamW(parameters, lr=3e-3, eps=1e-3)
+
+
+def digest(model: torch.nn.Module) -> str:
+    assert all(p.isfinite().all() for p in model.parameters())
+    return oracle.digest(*model.parameters())
+
+
+def wanted(size: int, steps: int, cut: int, **settings: Any) -> list[list[str]]:
+    models: list[torch.nn.Module] = [net() for _ in range(size)]
+    learn = learner(models, [adam(model) for model in models])
+    return diloco_oracle.train(models, learn, steps, CUTS[cut], **settings)
+
+
+COMBINATIONS = [
+    # fragments, overlap, alpha
+    (1, 0, 0.0), (1, 3, 0.0), (2, 1, 0.25), (3, 0, 0.0), (3, 4, 0.0), (3, 2, 0.5),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@on_ranks(3)
+def test_rounds_have_the_bits_of_the_oracle(me: Rank, codec: str | None) -> None:
+    """Overlap 4 with a fragment each 2 steps: several are under way at a time."""
+    for fragments, overlap, alpha in COMBINATIONS:
+        for feedback in (True, False) if codec and (fragments, overlap) == (3, 4) else (True,):
+            model = net()
+            optimizer = adam(model)
+            learn = learner([model], [optimizer])
+            seen = []
+            with ringreduce.DiLoCo(
+                model, optimizer, sync_every=6, codec=codec, fragments=fragments, overlap=overlap,
+                fragment_update_alpha=alpha, error_feedback=feedback,
+            ) as diloco:  # fmt: skip
+                while diloco.step < 20:
+                    learn(0, diloco.step + 1, me.rank)  # type: ignore[call-arg]
+                    seen.append(digest(model))
+            case = f"{codec}, {fragments} fragments, overlap {overlap}, alpha {alpha}, {feedback}"
+            should = wanted(
+                me.world_size, 20, fragments, every=6, overlap=overlap, alpha=alpha, codec=codec,
+                feedback=feedback,
+            )[me.rank]  # fmt: skip
+            at = [step for step in range(20) if seen[step] != should[step]]
+            assert not at, f"{case}: other bits from step {at[0] + 1} on"
+            diloco.sync()
+            same_on_all(digest(model))
+
+
+def make(model: torch.nn.Module, optimizer: torch.optim.Optimizer, **settings: Any) -> Any:
+    return ringreduce.DiLoCo(model, optimizer, **{"sync_every": 6, **settings})
+
+
+def run(me: Rank, diloco: Any, model: torch.nn.Module, learn: Any, steps: int) -> list[str]:
+    seen = []
+    with diloco:
+        while diloco.step < steps:
+            learn(0, diloco.step + 1, me.rank)
+            seen.append(digest(model))
+    return seen
+
+
+@pytest.mark.parametrize("backend", ["gloo", ""])
+def test_beside_another_backend_and_in_a_part_of_the_ranks(
+    pool: Pool, world: MakeWorld, backend: str
+) -> None:
+    given = world(3)
+    given = replace(given, backend=backend or given.backend)
+    pool.start(two_of_three if not backend else beside, given).results()
+
+
+def beside(me: Rank) -> None:
+    model = net()
+    optimizer = adam(model)
+    learn = learner([model], [optimizer])
+    assert (
+        run(me, make(model, optimizer), model, learn, 13)
+        == wanted(me.world_size, 13, 1, every=6, codec="int4")[me.rank]
+    )
+
+
+def two_of_three(me: Rank) -> None:
+    """Ranks 0 and 1, which differ at first: the second one receives the parameters of the first."""
+    group = dist.new_group([0, 1])
+    if me.rank == 2:
+        return
+    model = net()
+    with torch.no_grad():
+        model.first.weight += me.rank
+    optimizer = adam(model)
+    learn = learner([model], [optimizer])
+    assert (
+        run(me, make(model, optimizer, groups=group), model, learn, 7)
+        == wanted(2, 7, 1, every=6, codec="int4")[me.rank]
+    )
+
+
+@on_ranks(2)
+def test_a_round_in_each_step_is_data_parallel_training(me: Rank) -> None:
+    """With outer SGD of rate 1: to the bit where all arithmetic is exact, and else nearly."""
+    for exactly in (True, False):
+        models = [torch.nn.Linear(40, 1, bias=False) for _ in range(2)]
+        for model in models:
+            torch.nn.init.constant_(model.weight, 0.25)
+        mine, ddp = models[0], DistributedDataParallel(models[1])
+        optimizers = [torch.optim.SGD(model.parameters(), lr=2**-6) for model in models]
+        outer = torch.optim.SGD(mine.parameters(), lr=1.0)
+        draw = torch.Generator().manual_seed(me.rank)
+        with make(mine, optimizers[0], sync_every=1, codec=None, outer_optimizer=outer):
+            for _ in range(20):
+                x = torch.randint(-8, 9, (4, 40), generator=draw).float()
+                for model, optimizer in zip((mine, ddp), optimizers, strict=True):
+                    optimizer.zero_grad()
+                    (model(x).sum() if exactly else (model(x) / 8 - 1).square().mean()).backward()
+                    optimizer.step()
+                if exactly:
+                    assert torch.equal(*(model.weight for model in models))
+        torch.testing.assert_close(*(model.weight for model in models))
+
+
+def sent() -> int:
+    """Bytes to ranks that this one does not share memory with.  Collective: operations look at the
+    lines every 20 ms, and all before the first of these has arrived."""
+    for _ in range(3):
+        dist.all_reduce(torch.ones(1))
+        time.sleep(0.05)
+    assert dist.group.WORLD is not None
+    return sum(line[1] for line in extension().lines(backend_of(dist.group.WORLD)))
+
+
+def by_sites(me: Rank, name: str) -> tuple[str, str, str, int]:
+    """Two hosts of two ranks; the ranks of a host train as one.  Digests between rounds, after one
+    and after one by time, and the bytes that this rank has sent."""
+    os.environ.pop("RINGREDUCE_WIRE", None)
+    os.environ["RINGREDUCE_HOSTID"] = f"{name} {me.rank // 2}"
+    me.init(name, size=4)
+    try:
+        hosts = ringreduce.topology.of().hosts
+        assert hosts == ((0, 1), (2, 3))
+        site, _ = dist.new_subgroups_by_enumeration([list(host) for host in hosts])
+        torch.manual_seed(me.rank)
+        plain = torch.nn.Linear(256, 2048)
+        model = DistributedDataParallel(plain, process_group=site)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        draw = torch.Generator().manual_seed(me.rank)
+
+        def learn() -> str:
+            optimizer.zero_grad()
+            model(torch.randn(4, 256, generator=draw)).square().mean().backward()
+            optimizer.step()
+            return digest(plain)
+
+        with pytest.raises(ValueError, match="site"):
+            make(model, optimizer, groups=site)
+        with make(model, optimizer, sync_every=2):
+            before = sent()
+            _, _, between, after = (learn() for _ in range(4))
+            used = sent() - before
+        with make(model, optimizer, sync_seconds=0.02) as diloco:
+            while diloco.rounds < 3:
+                last = learn()
+        return between, after, last, used
+    finally:
+        dist.destroy_process_group()
+
+
+def test_sites_of_several_ranks(pool: Pool, world: MakeWorld) -> None:
+    """Ranks of a site are equal in each step, all are after a round, and a line carries each
+    round's code once a host."""
+    call = pool.start(by_sites, world(0), pool.name("sites"), ranks=4, fresh=True)
+    between, after, last, used = zip(*call.results(), strict=True)
+    assert between[0] == between[1] != between[2] == between[3]
+    assert len(set(after)) == len(set(last)) == 1
+    code = 2 * extension().coded_bytes("int4", 2048 * 257)  # two rounds
+    for host in (used[:2], used[2:]):
+        assert code <= sum(host) < code * 1.05, (used, code)
+
+
+@on_ranks(2, WIRE="tcp", remade=True)
+def test_bytes_on_the_line(me: Rank) -> None:
+    """int4 each 30 steps: at least 200 times fewer than DDP's float32."""
+    used = []
+    for ddp in (True, False):
+        torch.manual_seed(0)
+        plain = torch.nn.Linear(512, 2048)
+        model = DistributedDataParallel(plain) if ddp else plain
+        optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+        with contextlib.nullcontext() if ddp else make(plain, optimizer, sync_every=30):
+            for step in range(31):
+                if step == 1:  # the first has DDP's sorting of buckets; the last has the round
+                    before = sent()
+                optimizer.zero_grad()
+                model(torch.ones(1, 512)).square().mean().backward()
+                optimizer.step()
+        used.append(sent() - before)
+        del model
+    assert used[0] > 200 * used[1] > 0, used
+
+
+@on_ranks(2)
+def test_rounds_by_time_weigh_by_tokens(me: Rank) -> None:
+    """Rank 1 makes two steps in the time of one, and so has other tokens."""
+    model = net()
+    optimizer = adam(model)
+    learn = learner([model], [optimizer])
+    passed, pace = 0.0, (2, 4)[me.rank]
+    patch = pytest.MonkeyPatch()
+    patch.setattr("ringreduce.diloco.clock.now", lambda: passed)
+
+    def tokens(rank: int, step: int) -> int:
+        return 10 + rank * step
+
+    seen = []
+    diloco = make(model, optimizer, sync_seconds=1.0, codec="int8")
+    with diloco:
+        for number in range(6 * pace):
+            diloco.count(tokens(me.rank, number // pace + 1))
+            passed += 1 / pace
+            learn(0, number + 1, me.rank)
+            if number % pace == pace - 1:
+                seen.append(digest(model))
+    patch.undo()
+    assert diloco.rounds == 6 and diloco.step == 6 * pace
+
+    models: list[torch.nn.Module] = [net() for _ in range(2)]
+    inner = learner(models, [adam(one) for one in models])
+
+    def learn_a_round(rank: int, round: int) -> None:
+        paces = (2, 4)[rank]
+        for number in range(paces * (round - 1), paces * round):
+            inner(rank, number + 1)
+
+    assert seen == diloco_oracle.train(
+        models, learn_a_round, 6, CUTS[1], every=1, codec="int8",
+        weights=lambda rank, step: (2, 4)[rank] * tokens(rank, step),
+    )[me.rank]  # fmt: skip
+
+
+def saved(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+@pytest.mark.parametrize("at", [7, 8, 12])
+@on_ranks(3)
+def test_a_restart_goes_on_bit_for_bit(me: Rank, at: int) -> None:
+    """With averages under way, too; with another rank's state a rank begins at its parameters."""
+    settings = {"fragments": 3, "overlap": 4, "fragment_update_alpha": 0.5}
+    model = net()
+    optimizer = adam(model)
+    diloco = make(model, optimizer, **settings)
+    learn = learner([model], [optimizer])
+    with diloco:
+        while diloco.step < at:
+            learn(0, diloco.step + 1, me.rank)
+        kept = saved((model.state_dict(), optimizer.state_dict(), diloco.state_dict()))
+        assert len(kept[2]["pending"]) == 2 and kept[2]["residuals"]
+        while diloco.step < 20:
+            learn(0, diloco.step + 1, me.rank)
+        ended, state = digest(model), saved(diloco.state_dict())
+    again = net()
+    optimizer = adam(again)
+    second = make(again, optimizer, **settings)
+    again.load_state_dict(kept[0])
+    optimizer.load_state_dict(kept[1])
+    second.load_state_dict(kept[2])
+    learn = learner([again], [optimizer])
+    with second:
+        while second.step < 20:
+            learn(0, second.step + 1, me.rank)
+        assert digest(again) == ended
+        assert (second.step, second.rounds) == (diloco.step, diloco.rounds)
+        assert all(
+            torch.equal(value, second.state_dict()[kind][name])
+            for kind in ("parameters", "residuals")
+            for name, value in state[kind].items()
+        )
+
+    states: list[Any] = [None] * me.world_size
+    dist.all_gather_object(states, kept)
+    again.load_state_dict(states[0][0])
+    second.load_state_dict(states[0][2])
+    if me.rank:
+        assert not second.state_dict()["residuals"]
+        for name, value in second.state_dict()["parameters"].items():
+            assert torch.equal(again.get_parameter(name), value.to(again.get_parameter(name).dtype))
+    for wrong in (
+        {**kept[2], "version": 2},
+        {**kept[2], "marks": [(0, 0)]},
+        {**kept[2], "parameters": {"small": torch.zeros(1)}},
+    ):
+        with pytest.raises(ValueError, match="state"):
+            second.load_state_dict(wrong)
+    second.sync_from(1)
+    same_on_all(oracle.digest(*second.state_dict()["parameters"].values()))
+    same_on_all(second.step)
+
+
+@on_ranks(2)
+def test_a_step_that_a_scaler_skips_is_not_counted(me: Rank) -> None:
+    model = torch.nn.Linear(64, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    tries = 0
+    with make(model, optimizer, sync_every=3) as diloco:
+        while diloco.step < 9:
+            tries += 1
+            optimizer.zero_grad()
+            loss = model(torch.ones(2, 64)).square().mean()
+            scaler.scale(loss * float("inf") if tries == 5 and me.rank == 1 else loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert tries == 9 + me.rank
+    same_on_all(digest(model))
+
+
+@on_ranks(2)
+def test_bad_arguments_are_named_before_anything_is_sent(me: Rank) -> None:
+    model, meta = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8, device="meta")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    stepped = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(8)).sum().backward()
+    stepped.step()
+    strange = torch.optim.SGD(torch.nn.Linear(8, 8).parameters(), lr=0.1)
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"model": 3}, "model"),
+        ({"model": torch.nn.ReLU()}, "require a gradient"),
+        ({"model": meta, "optimizer": torch.optim.SGD(meta.parameters(), lr=1.0)}, "weight"),
+        ({"model": torch.nn.Linear(8, 8, dtype=torch.complex64)}, "complex64"),
+        ({"model": torch.nn.Linear(8, 8)}, "optimizer"),
+        ({"optimizer": "adam"}, "optimizer"),
+        ({"optimizer": strange}, "optimizer"),
+        ({"sync_every": 0}, "sync_every"),
+        ({"sync_every": 2.5}, "sync_every"),
+        ({"outer_optimizer": strange}, "outer_optimizer"),
+        ({"outer_optimizer": stepped}, "outer_optimizer"),
+        ({"outer_optimizer": 0.7}, "outer_optimizer"),
+        ({"outer_optimizer": lambda parameters: None}, "outer_optimizer"),
+        ({"codec": "int2"}, "int2"),
+        ({"codec": 4}, "codec"),
+        ({"fragments": 3}, "fragments"),  # of two parameters
+        ({"fragments": 2, "sync_every": 1}, "fragments"),
+        ({"overlap": 6}, "overlap"),
+        ({"overlap": -1}, "overlap"),
+        ({"fragment_update_alpha": 1.5}, "fragment_update_alpha"),
+        ({"groups": "rack"}, "groups"),
+        ({"groups": 1}, "groups"),
+        ({"sync_seconds": 0}, "sync_seconds"),
+        ({"sync_seconds": 1.0, "codec": "float16"}, "float16"),
+        ({"model": DistributedDataParallel(model)}, "site"),
+    ]
+    before = len(ringreduce.records())
+    for given, named in cases:
+        with pytest.raises((TypeError, ValueError), match=named):
+            make(**{"model": model, "optimizer": optimizer, **given})
+    assert len(ringreduce.records()) == before
+    with pytest.raises(ringreduce.Mismatch, match=r"\[1\] have other arguments"):
+        make(model, optimizer, sync_every=6 + me.rank)
+    with pytest.raises(RuntimeError, match="sync_seconds"):
+        make(model, optimizer).count(3)
