@@ -234,7 +234,6 @@ def against_limits(kernel: Kernel, limits: dict[str, int]) -> Problems:
 ORDERS = r"\.(relaxed|acquire|release|acq_rel|volatile|mmio|sys|gpu|cta|cluster)\b"
 PTX_STRONG = {
     "ld.acquire.sys.u64",
-    "ld.acquire.sys.u32",  # a word that streams set
     "st.release.sys.u64",
     "ld.relaxed.gpu.u32",  # a rank's own words: its cause of failure
     "atom.acq_rel.gpu.cas.b32",
@@ -388,7 +387,7 @@ def counts(kernel: Kernel) -> dict[str, int]:
         opcodes = [step.opcode for step in steps]
         return {
             "flag_stores": opcodes.count("st.release.sys.u64"),
-            "flag_loads": sum(opcode.startswith("ld.acquire.sys") for opcode in opcodes),
+            "flag_loads": opcodes.count("ld.acquire.sys.u64"),
             "barriers": barriers,
             "word_stores": opcodes.count(PTX_WORDS["st"]),
             "word_loads": opcodes.count(PTX_WORDS["ld"]),

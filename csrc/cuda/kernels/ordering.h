@@ -96,12 +96,13 @@ RINGREDUCE_DEVICE inline void publishWord(uint64_t& word, uint64_t value) {
   DeviceRules::store<DeviceRules>(word, value);
 }
 
-// A word that streams set and wait for (direct_schedule.h).
+// A word that streams set and wait for (direct_schedule.h), the first of its line: a GPU loads 8
+// bytes, as of all flags.
 RINGREDUCE_DEVICE inline uint32_t observeStreamWord(uint32_t& word) {
 #ifdef __CUDA_ARCH__
-  uint32_t value;
-  asm volatile("ld.acquire.sys.u32 %0, [%1];" : "=r"(value) : "l"(&word) : "memory");
-  return value;
+  uint64_t value;
+  asm volatile("ld.acquire.sys.u64 %0, [%1];" : "=l"(value) : "l"(&word) : "memory");
+  return static_cast<uint32_t>(value);
 #else
   return std::atomic_ref(word).load(std::memory_order_acquire);
 #endif
