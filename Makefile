@@ -366,10 +366,10 @@ cuda-build: $(if $(CUDA_NVCC),,$(CUDA_VENV)/.ready)
 	$(PYTHON) tests/cuda/kernel_report.py $(CUDA_BUILD)/ptxas.log
 	$(PYTHON) tests/cuda/kernel_lint.py --tools $(dir $(NVCC)) $(CUDA_BUILD)
 	$(PYTHON) tests/cuda/library_size.py $(CUDA_BUILD)
-	for kind in floating integer; do \
-	  PATH="$(dir $(NVCC)):$$PATH" cuobjdump -ptx $(KERNELS)/kernels_$$kind.cu.o > $(CUDA_BUILD)/kernels_$$kind.ptx || exit 1; \
+	for file in kernels kernels_floating kernels_integer kernels_nvls; do \
+	  PATH="$(dir $(NVCC)):$$PATH" cuobjdump -ptx $(KERNELS)/$$file.cu.o > $(CUDA_BUILD)/$$file.ptx || exit 1; \
 	done
-	$(CUDA_BUILD)/ptx_run $(CUDA_BUILD)/kernels_*.ptx --cases $(PTX_CASES) --mutants
+	$(CUDA_BUILD)/ptx_run $(CUDA_BUILD)/kernels*.ptx --cases $(PTX_CASES) --mutants
 
 # PyTorch with CUDA on a machine without a GPU (tests/cuda/torch_on_fake).
 torch-on-fake: $(CUDA_VENV)/.ready

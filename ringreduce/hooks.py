@@ -54,41 +54,11 @@ def hooked_models() -> dict[DistributedDataParallel, CompressionState | None]:
     return dict(_states)
 
 
-# Tells a model's hook that ranks may run out of inputs.
-_tell_uneven: weakref.WeakKeyDictionary[DistributedDataParallel, Callable[[], None]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def _notice_joins() -> None:
-    """Makes DDP tell our hooks when a model enters torch's Join, which it does on all ranks.
-
-    A rank without inputs passes buckets of zeros in new memory, which the others do not know of.
-    The hook must not read a Python attribute for each bucket, since that takes the interpreter's
-    lock; and an attribute of the model would be pickled with it.
-    """
-    join_hook = DistributedDataParallel.join_hook
-    if hasattr(join_hook, "_tells_ringreduce"):
-        return
-
-    @functools.wraps(join_hook)
-    def telling(self: DistributedDataParallel, **kwargs: Any) -> Any:
-        if tell := _tell_uneven.get(self):
-            tell()
-        return join_hook(self, **kwargs)  # type: ignore[no-untyped-call]
-
-    telling._tells_ringreduce = True  # type: ignore[attr-defined]
-    DistributedDataParallel.join_hook = telling  # type: ignore[method-assign]
-
-
 def attach(ddp_model: DistributedDataParallel, state: CompressionState | None) -> None:
     """Gives the model's reducer our hook."""
     group = ringreduce_group(ddp_model.process_group)
     if state is None:
-        tell = extension().register_comm_hook(ddp_model.reducer, backend_of(group), group)
-        if ddp_model.device_type == "cuda":
-            _tell_uneven[ddp_model] = tell
-            _notice_joins()
+        extension().register_comm_hook(ddp_model.reducer, backend_of(group), group)
     else:
         state._state.register(ddp_model.reducer, backend_of(group), group)
     if ddp_model.logger is not None:

@@ -13,7 +13,7 @@ Choice choiceOf(Path path) {
       return Choice::kRing;
     case Path::kTwoShot:
       return Choice::kTwoShot;
-    case Path::kZeroCopy:  // of registered buffers
+    case Path::kZeroCopy:  // of mapped tensors
       return Choice::kLocated;
     case Path::kOneShot:
       return Choice::kOneShot;
@@ -102,9 +102,10 @@ void tell(const Settings& settings, const Measurement& measurement, Extra extra)
 
 namespace {
 
-ringreduce::cuda::CommunicatorOptions inOneProcess() {
+ringreduce::cuda::CommunicatorOptions inOneProcess(bool maps) {
   ringreduce::cuda::CommunicatorOptions options;
   options.together = true;
+  options.maps_tensors = maps;
   return options;
 }
 
@@ -118,23 +119,27 @@ std::vector<void*> buffers(const std::vector<RankData>& data, bool inputs) {
 }  // namespace
 
 Bench::Bench(int ranks, size_t most_bytes)
-    : staged_(ranks, inOneProcess(), groupOptions("staged")),
+    : staged_(ranks, inOneProcess(false), groupOptions("staged")),
       most_bytes_(most_bytes),
       expected_(most_bytes),
       factor_(sizeof(double)) {
   for (int r = 0; r < ranks; ++r) data_.emplace_back(r, most_bytes);
-  registered_.emplace(ranks, inOneProcess(), groupOptions("registered"));
+  mapped_.emplace(ranks, inOneProcess(true), groupOptions("mapped"));
+  try {
+    for (RankData& one : data_) one.move(one_process::ownBuffer);
+  } catch (const ringreduce::cuda::CudaError& error) {
+    why_not_mapped_ = error.what();
+  }
   const size_t bytes = data_[0].inputBuffer().bytes();
-  why_not_registered_ = registered_->registerBuffers(buffers(data_, true), bytes);
-  if (why_not_registered_.empty())
-    why_not_registered_ = registered_->registerBuffers(buffers(data_, false), bytes);
+  for (const bool inputs : {true, false})
+    if (why_not_mapped_.empty()) why_not_mapped_ = mapped_->map(buffers(data_, inputs), bytes);
   why_not_together_ = staged_.whyNotTogether(DType::kFloat32);
 }
 
 std::string Bench::whyNot(Path path) const {
   if (isFixed(path) && ringreduce::cuda::fixedSizeOf(size()) < 0)
     return "there is no such kernel for " + std::to_string(size()) + " ranks";
-  if (takesRegistered(path)) return why_not_registered_;
+  if (takesMapped(path)) return why_not_mapped_;
   return isDirect(path) ? "" : why_not_together_;
 }
 
@@ -163,8 +168,8 @@ one_process::Run Bench::runOf(const Job& job) const {
 
 void Bench::issue(Path path, const Job& job, bool apart) const {
   const one_process::Run run = runOf(job);
-  if (takesRegistered(path))
-    registered_->apart(run, choiceOf(path), &staged_);
+  if (takesMapped(path))
+    mapped_->apart(run, choiceOf(path), &staged_);
   else if (apart || isDirect(path) || isFixed(path))
     staged_.apart(run, choiceOf(path));
   else
@@ -173,7 +178,7 @@ void Bench::issue(Path path, const Job& job, bool apart) const {
 
 void Bench::wait() const {
   staged_.wait();
-  registered_->wait();
+  mapped_->wait();
 }
 
 Found Bench::runOnce(const Job& job, const std::function<void(const Job&)>& put, bool same) {

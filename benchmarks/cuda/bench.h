@@ -52,8 +52,8 @@ Measurement measurementOf(const Settings& settings, const std::string& contender
 // Prints a row and appends a line.
 void tell(const Settings& settings, const Measurement& measurement, Extra extra);
 
-// Ranks of one process: communicators that know the buffers of `data` (registered) and such as do
-// not (staged), and the streams that both use.
+// Ranks of one process: communicators that map the buffers of `data` (mapped) and such as do not
+// (staged), and the streams that both use.
 class Bench {
  public:
   Bench(int ranks, size_t most_bytes);
@@ -86,8 +86,8 @@ class Bench {
  private:
   one_process::Ranks staged_;
   std::vector<RankData> data_;
-  std::optional<one_process::Ranks> registered_;
-  std::string why_not_registered_, why_not_together_;
+  std::optional<one_process::Ranks> mapped_;
+  std::string why_not_mapped_, why_not_together_;
   const size_t most_bytes_;
   Expected expected_;
   gpu::Buffer factor_;

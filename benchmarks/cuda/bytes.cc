@@ -20,8 +20,8 @@ void directKernel(const Bench& bench, const Job& job, const gpu::Buffer& never) 
   call.chunk = ringreduce::Cut{job.what.count, bench.size()}.chunkSize();
   call.elements = job.what.count;
   for (size_t r = 0; r < run.inputs.size(); ++r) {
-    call.inputs[r] = static_cast<const std::byte*>(run.inputs[r]);
-    call.outputs[r] = static_cast<std::byte*>(run.outputs[r]);
+    call.tensors.input[r] = static_cast<const std::byte*>(run.inputs[r]);
+    call.tensors.output[r] = static_cast<std::byte*>(run.outputs[r]);
   }
   call.arithmetic = {.combine = ringreduce::cuda::combineOf(job.what.dtype, job.what.op),
                      .divide = job.what.op == ReduceOp::kAvg,
@@ -58,7 +58,7 @@ int runBytes(const Settings& settings) {
       for (Path path : settings.paths) {
         if (path == Path::kDirectStaged || isFixed(path)) continue;
         if (!exists(path, dtype, ReduceOp::kSum, bytes)) continue;
-        // The direct kernel by itself needs no registered buffers.
+        // The direct kernel by itself needs no mapped tensors.
         const std::string why = isDirect(path) ? "" : bench.whyNot(path);
         if (!why.empty()) {
           std::printf("# without %s: %s\n", name(path), why.c_str());

@@ -32,7 +32,7 @@ constexpr std::optional<Path> pathNamed(std::string_view name) {
 constexpr bool isDirect(Path path) {
   return path == Path::kDirect || path == Path::kDirectStaged;
 }
-constexpr bool takesRegistered(Path path) {
+constexpr bool takesMapped(Path path) {
   return path == Path::kDirect || path == Path::kZeroCopy;
 }
 // Whether there are only kernels in a launch a rank.

@@ -3,9 +3,9 @@
 // them.  A stopped rank goes on once the others have raised, and must raise too.
 //
 // A rank is killed twice: once while the others use its slots, and once while they read and write
-// its registered tensors, as they do DDP's buckets.  That they may is a promise of CUDA's: memory
-// that was shared by a descriptor lives as long as anybody maps it.  If it did not hold, their GPU
-// would be ruined, and their new group not work.
+// its tensors where they are, as they do DDP's buckets.  That they may is a promise of CUDA's:
+// memory that was shared by a descriptor lives as long as anybody maps it.  If it did not hold,
+// their GPU would be ruined, and their new group not work.
 #include <signal.h>
 #include <unistd.h>
 
@@ -31,8 +31,8 @@ constexpr int kMostRanks = 17;  // of Settings, and the new one
 
 // What happens to a rank.
 struct Fate {
-  bool stopped = false;     // else killed
-  bool registered = false;  // the tensors are
+  bool stopped = false;  // else killed
+  bool mapped = false;   // the tensors are
 };
 
 struct RankPage {
@@ -44,7 +44,7 @@ struct RankPage {
     double raised_s, kernel_ms, again_ms;
     size_t wrong;
     pid_t pid;
-    char algorithm[32], not_registered[800], text[800];
+    char algorithm[32], not_mapped[800], text[800];
   };
   Rank ranks[kMostRanks];
 };
@@ -52,12 +52,12 @@ struct RankPage {
 // A rank of one group: its communicator, its data and what must come of it.
 class Rank {
  public:
-  Rank(Store& store, const std::string& group, int rank, int size, int gpu, bool registered = false)
+  Rank(Store& store, const std::string& group, int rank, int size, int gpu, bool mapped = false)
       : data_(rank, kBytes),
         comm_(HostCommunicator::create(Group::create(store, rank, size, optionsOf(group)), gpu,
                                        cuda::CommunicatorOptions{})),
         expected_(kBytes) {
-    if (registered) registerData();
+    if (mapped) mapData();
     job_.what = {.ranks = size,
                  .count = kBytes / sizeof(float),
                  .dtype = DType::kFloat32,
@@ -74,8 +74,7 @@ class Rank {
                       .output = data_.output(job_),
                       .count = job_.what.count,
                       .dtype = job_.what.dtype,
-                      .op = job_.what.op,
-                      .registered = registered_},
+                      .op = job_.what.op},
                      stream_.get());
     if (!comm_->wait(gpu::kHang)) throw std::runtime_error("an all-reduce neither ends nor raises");
   }
@@ -88,7 +87,7 @@ class Rank {
     data_.compare(job_, expected_, stream_.get());
     gpu::finish(stream_.get(), "a comparison");
     Found found = data_.found(job_, expected_);
-    if (may_be_poisoned && registered_)
+    if (may_be_poisoned && mapped_)
       for (const float one : gpu::fromGpu<float>(data_.output(job_), job_.what.count))
         found.wrong -= std::isnan(one);
     if (found.wrong > 0) std::printf("WRONG: %s\n", found.first.c_str());
@@ -97,24 +96,30 @@ class Rank {
 
   std::string algorithm() const {
     const cuda::Choice chosen = comm_->chosen(job_.what.count, job_.what.dtype);
-    if (registered_ && chosen != cuda::Choice::kDirect && cuda::fixedSizeOf(comm_->size()) >= 0)
+    if (mapped_ && chosen != cuda::Choice::kDirect && cuda::fixedSizeOf(comm_->size()) >= 0)
       return name(Path::kZeroCopy);
     return cuda::kChoiceNames[static_cast<size_t>(chosen)];
   }
-  // Why the tensors could not be registered; "" if nobody asked for that.
-  const std::string& whyNotRegistered() const { return why_not_registered_; }
+  // Why the tensors could not be mapped; "" if nobody asked for that.
+  const std::string& whyNotMapped() const { return why_not_mapped_; }
 
  private:
-  void registerData() {
-    // Legacy IPC promises nothing of memory whose owner has been killed.
-    if (comm_->access() != cuda::MemoryAccess::kDescriptor)
-      why_not_registered_ = std::string("ranks reach each other's memory by ") +
-                            cuda::name(comm_->access()) + ", not by descriptor";
-    data_.move([&](void* data, size_t bytes) { return comm_->lastingMemory(data, bytes, {}); });
-    for (const gpu::Buffer* buffer : {&data_.inputBuffer(), &data_.outputBuffer()})
-      if (why_not_registered_.empty())
-        why_not_registered_ = comm_->registerBuffer(buffer->get(), buffer->bytes());
-    registered_ = why_not_registered_.empty();
+  void mapData() {
+    if (comm_->access() != cuda::MemoryAccess::kDescriptor) {
+      why_not_mapped_ = std::string("ranks reach each other's memory by ") +
+                        cuda::name(comm_->access()) + ", not by descriptor";
+      return;
+    }
+    data_.move(one_process::ownBuffer);
+    const Nanos deadline = deadlineIn(gpu::kHang);
+    const auto isMapped = [&](const gpu::Buffer& buffer) {
+      return comm_->isMapped(buffer.get(), buffer.bytes());
+    };
+    while (!isMapped(data_.inputBuffer()) || !isMapped(data_.outputBuffer())) {
+      if (now() > deadline) throw std::runtime_error("a rank's memory is not mapped");
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    mapped_ = true;
   }
 
   static GroupOptions optionsOf(const std::string& group) {
@@ -123,10 +128,10 @@ class Rank {
     return options;
   }
 
-  RankData data_;  // before what may have it registered
+  RankData data_;
   const std::shared_ptr<HostCommunicator> comm_;
-  bool registered_ = false;
-  std::string why_not_registered_;
+  bool mapped_ = false;
+  std::string why_not_mapped_;
   Expected expected_;
   const gpu::Stream stream_;
   Job job_;
@@ -172,7 +177,7 @@ void body(Store& store, Store& again, RankPage& page, int process, int size, Fat
   report.pid = getpid();
   if (process < size) {
     gpu::must(cudaSetDevice(gpu), "use the GPU");
-    Rank rank(store, "before", process, size, gpu, fate.registered);
+    Rank rank(store, "before", process, size, gpu, fate.mapped);
     for (int i = 0; i < 10; ++i) rank.allReduce();
     if (process == victim) {
       std::thread([&page, fate] {
@@ -189,8 +194,7 @@ void body(Store& store, Store& again, RankPage& page, int process, int size, Fat
       }
     }
     std::snprintf(report.algorithm, sizeof report.algorithm, "%s", rank.algorithm().c_str());
-    std::snprintf(report.not_registered, sizeof report.not_registered, "%s",
-                  rank.whyNotRegistered().c_str());
+    std::snprintf(report.not_mapped, sizeof report.not_mapped, "%s", rank.whyNotMapped().c_str());
     untilItRaises(rank, page, report, victim, fate.stopped);
     report.wrong = rank.wrong(true);
   }
@@ -237,14 +241,14 @@ bool tell(const Settings& settings, const RankPage& page, const processes::Ends&
                 i < size ? "rank" : "the new process in place of rank", i < size ? i : size - 1,
                 one.kernel_ms, one.again_ms);
   }
-  const bool registered = fate.registered && page.ranks[0].not_registered[0] == 0;
-  if (registered != fate.registered)
-    std::printf("# without registered tensors: %s\n", page.ranks[0].not_registered);
+  const bool mapped = fate.mapped && page.ranks[0].not_mapped[0] == 0;
+  if (mapped != fate.mapped)
+    std::printf("# without mapped tensors: %s\n", page.ranks[0].not_mapped);
   const Times times = timesOf(raised);
   std::printf("%zu wrong; all had raised after %.3f s\n", wrong, times.most / 1e6);
   std::fflush(stdout);
   Json line;
-  line.add("mode", fate.stopped ? "stop" : "kill").add("registered", registered);
+  line.add("mode", fate.stopped ? "stop" : "kill").add("mapped", mapped);
   line.add("ranks", size).add("gpus", page.gpus);
   line.add("sharing", page.gpus < size).add("algorithm", page.ranks[0].algorithm);
   line.add("dtype", "float32").add("op", "SUM").add("bytes", kBytes).add("time_us", times);
@@ -262,7 +266,7 @@ bool tell(const Settings& settings, const RankPage& page, const processes::Ends&
 int runKill(const Settings& settings) {
   bool good = true;
   for (int size : settings.ranks)
-    for (const Fate fate : {Fate{}, Fate{.registered = true}, Fate{.stopped = true}}) {
+    for (const Fate fate : {Fate{}, Fate{.mapped = true}, Fate{.stopped = true}}) {
       Shared<RankPage> page;
       const std::string unknown = processes::run(1, [&](int) { page->gpus = gpusFor(size); })[0];
       if (!unknown.empty()) throw std::runtime_error(unknown);
@@ -270,7 +274,7 @@ int runKill(const Settings& settings) {
                   titleOf(size, page->gpus,
                           std::string("each a process, of which one is ") +
                               (fate.stopped ? "stopped" : "killed") + " amid all-reduces of 1 MiB" +
-                              (fate.registered ? " in registered tensors" : "") +
+                              (fate.mapped ? " in mapped tensors" : "") +
                               "; then a new group with a new process")
                       .c_str());
       processes::SharedStore store, again;

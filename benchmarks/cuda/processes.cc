@@ -2,7 +2,7 @@
 // share one without MPS they have it in turns, so the schedule is direct, and what small messages
 // cost is hops between their streams, H.
 //
-// Contenders: the direct schedule on registered buffers, and staged by each way of mapping memory;
+// Contenders: the direct schedule on mapped tensors, and staged by each way of mapping memory;
 // the kernels, where those of all ranks run at once; NCCL, where each rank has a GPU.  The first
 // way's names have no ending, the others' have the way's.
 #include "../../tests/cpp/processes.h"
@@ -83,12 +83,14 @@ class Rank {
       const std::string ending = i == 0 ? "" : "-" + way;
       cuda::CommunicatorOptions options;
       options.access = cuda::memoryAccessNamed(way);  // auto has none
-      std::shared_ptr<HostCommunicator> staged, registered;
+      options.maps_tensors = false;
+      std::shared_ptr<HostCommunicator> staged, mapped;
       try {
         staged = HostCommunicator::create(newGroup("staged " + way), gpu(), options);
         // The memory of the direct schedule is there only if it is asked for.
         options.algorithm = cuda::Choice::kDirect;
-        if (i == 0) registered = HostCommunicator::create(newGroup("registered"), gpu(), options);
+        options.maps_tensors = true;
+        if (i == 0) mapped = HostCommunicator::create(newGroup("mapped"), gpu(), options);
       } catch (const Error& error) {
         say(rank_ == 0, "# without %s: %s\n", way.c_str(), error.what());
         continue;
@@ -100,9 +102,9 @@ class Rank {
           : gpus_ < size_ ? "the processes' kernels run at once (MPS)"
                           : "the processes' kernels run at once");
       for (Path path : settings_.paths) {
-        if (takesRegistered(path)) {
+        if (takesMapped(path)) {
           const bool fits = path == Path::kDirect || (!turns && cuda::fixedSizeOf(size_) >= 0);
-          if (registered && fits) addRegistered(path, registered, way);
+          if (mapped && fits) addMapped(path, mapped, way);
         } else if (isDirect(path) == turns && (!isFixed(path) || cuda::fixedSizeOf(size_) >= 0)) {
           add(name(path) + ending, path, staged, way);
         }
@@ -229,20 +231,26 @@ class Rank {
     return one.path ? exists(*one.path, dtype, op, bytes) : nccl::supports(dtype, op);
   }
 
-  void addRegistered(Path path, const std::shared_ptr<HostCommunicator>& comm,
-                     const std::string& way) {
-    if (!why_not_registered_) {
-      why_not_registered_ = "";
-      data_.move([&](void* data, size_t bytes) { return comm->lastingMemory(data, bytes, {}); });
+  void addMapped(Path path, const std::shared_ptr<HostCommunicator>& comm, const std::string& way) {
+    if (!why_not_mapped_) {
+      why_not_mapped_ = "";
+      try {
+        data_.move(one_process::ownBuffer);
+      } catch (const Error& error) {
+        why_not_mapped_ = error.what();
+      }
+      const Nanos deadline = deadlineIn(gpu::kHang);
       for (const gpu::Buffer* buffer : {&data_.inputBuffer(), &data_.outputBuffer()})
-        if (why_not_registered_->empty())
-          *why_not_registered_ = comm->registerBuffer(buffer->get(), buffer->bytes());
+        while (why_not_mapped_->empty() && !comm->isMapped(buffer->get(), buffer->bytes())) {
+          if (now() > deadline) why_not_mapped_ = "its peers do not map its memory";
+          std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        }
     }
-    if (sum(!why_not_registered_->empty()) == 0)
+    if (sum(!why_not_mapped_->empty()) == 0)
       add(name(path), path, comm, way);
     else
-      say(!why_not_registered_->empty(), "# without registered buffers: rank %d: %s\n", rank_,
-          why_not_registered_->c_str());
+      say(!why_not_mapped_->empty(), "# without mapped tensors: rank %d: %s\n", rank_,
+          why_not_mapped_->c_str());
   }
 
   void add(const std::string& contender, Path path, const std::shared_ptr<HostCommunicator>& comm,
@@ -256,8 +264,7 @@ class Rank {
                        .count = job.what.count,
                        .dtype = job.what.dtype,
                        .op = job.what.op,
-                       .algorithm = choiceOf(path),
-                       .registered = takesRegistered(path)},
+                       .algorithm = choiceOf(path)},
                       stream_.get());
     };
     one.way = way;
@@ -301,7 +308,7 @@ class Rank {
   std::vector<std::shared_ptr<HostCommunicator>> comms_;
   std::unique_ptr<cuda::NcclCommunicator> nccl_;
   std::optional<nccl::AllReduce> nccl_reduce_;
-  std::optional<std::string> why_not_registered_;  // once tried; "" if they were
+  std::optional<std::string> why_not_mapped_;  // once tried; "" if they were
   double hop_us_ = 0, bandwidth_ = 1;
   uint32_t seed_ = 0;
 };

@@ -67,13 +67,10 @@ class RankData {
   const gpu::Buffer& inputBuffer() const { return input_; }
   const gpu::Buffer& outputBuffer() const { return output_; }
 
-  // Gives both other memory, before they hold anything.  `memoryFor` an address and bytes: null to
-  // leave it there.
+  // Gives both other memory, before they hold anything: `make` makes it of so many bytes.
   template <class F>
-  void move(F&& memoryFor) {
-    for (gpu::Buffer* buffer : {&input_, &output_})
-      if (std::shared_ptr<void> memory = memoryFor(buffer->get(), buffer->bytes()))
-        *buffer = gpu::Buffer(std::move(memory), buffer->bytes());
+  void move(F&& make) {
+    for (gpu::Buffer* buffer : {&input_, &output_}) *buffer = make(buffer->bytes());
   }
 
   // Fresh addends; where the result goes, and around it, bytes that it cannot have by chance.

@@ -171,11 +171,11 @@ const Row kRows[] = {
                                                    " bytes, and may have " +
                                                    std::to_string(C::kMostHostId) + "; shorten it");
      }},
-    {"RINGREDUCE_CUDA_ALGORITHM", "auto", "auto, direct, oneshot, twoshot, ring, ll, located",
+    {"RINGREDUCE_CUDA_ALGORITHM", "auto", "auto, direct, oneshot, twoshot, ring, ll, located, nvls",
      "the algorithm of all-reduce on GPUs", "each host's lowest rank's",
      [](C& c, Given& g) {
        c.cuda_algorithm =
-           g.gpuWord({"auto", "direct", "oneshot", "twoshot", "ring", "ll", "located"});
+           g.gpuWord({"auto", "direct", "oneshot", "twoshot", "ring", "ll", "located", "nvls"});
      }},
     {"RINGREDUCE_CUDA_WAY", "the best there is", "pointer, descriptor, ipc, host",
      "how GPUs reach each other's memory", kSame,

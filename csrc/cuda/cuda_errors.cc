@@ -189,19 +189,29 @@ void* find(const char* name, unsigned version) {
                       ": install a newer one (nvidia-smi shows it)");
 }
 
-Driver findAll() {
-  Driver d{};
 #define RINGREDUCE_FIND(member, function, version) \
   d.member = reinterpret_cast<decltype(d.member)>(find(#function, version));
+Driver findAll() {
+  Driver d{};
   RINGREDUCE_DRIVER_FUNCTIONS(RINGREDUCE_FIND)
-#undef RINGREDUCE_FIND
   return d;
 }
+MulticastDriver findMulticast() {
+  MulticastDriver d{};
+  RINGREDUCE_MULTICAST_FUNCTIONS(RINGREDUCE_FIND)
+  return d;
+}
+#undef RINGREDUCE_FIND
 
 }  // namespace
 
 const Driver& driver() {
   static const Driver all = findAll();  // one that throws is tried again at the next call
+  return all;
+}
+
+const MulticastDriver& multicastDriver() {
+  static const MulticastDriver all = findMulticast();
   return all;
 }
 

@@ -118,6 +118,7 @@ Device describeDevice(int ordinal) {
       .may_have_ipc = has(CU_DEVICE_ATTRIBUTE_IPC_EVENT_SUPPORTED),
       .mps = has(CU_DEVICE_ATTRIBUTE_MPS_ENABLED),
       .ends_long_kernels = has(CU_DEVICE_ATTRIBUTE_KERNEL_EXEC_TIMEOUT),
+      .multicasts = has(CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED),
       .cooperative_launch = has(CU_DEVICE_ATTRIBUTE_COOPERATIVE_LAUNCH),
       .native_host_atomics = has(CU_DEVICE_ATTRIBUTE_HOST_NATIVE_ATOMIC_SUPPORTED),
       .stream_wait_64 = has(CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS),

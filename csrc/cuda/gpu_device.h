@@ -19,6 +19,7 @@ struct Device {
   bool may_have_ipc;       // legacy CUDA IPC: a hint, only trying tells
   bool mps;                // processes share it through MPS: their kernels run at the same time
   bool ends_long_kernels;  // a GPU of a display, or of Windows under WSL: kernels have a time limit
+  bool multicasts;         // an NVSwitch adds its memory to that of other GPUs
   bool cooperative_launch;  // all blocks of a grid can be made to run at the same time
   bool native_host_atomics;
   bool stream_wait_64;  // stream waits and writes of 64 bits; those of 32 bits are everywhere

@@ -562,7 +562,13 @@ void Backend::shutdown() {
 // ---- memory
 
 std::shared_ptr<c10::Allocator> Backend::getMemAllocator() {
+  if (gpuIfAny()) return memAllocator();
   return pageAllocator();
+}
+
+bool Backend::isMapped(const at::Tensor& tensor) const {
+  const auto gpu = gpuFor(tensor);
+  return gpu && gpu->isMapped(tensor);
 }
 
 at::Tensor Backend::allocateTensor(long size, at::TensorOptions options) {

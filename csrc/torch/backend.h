@@ -101,9 +101,8 @@ class Backend final : public c10d::Backend {
   void monitoredBarrier(const c10d::BarrierOptions&, bool wait_all_ranks) override;
 
   // The average over all ranks, in place, of one DDP bucket whose parameters have these
-  // `borders` (bordersOf); `context` names it in errors; `registers`: see comm_hook.h.
-  BucketAverage averageBucket(const at::Tensor& bucket, uint64_t borders, Context context,
-                              bool registers);
+  // `borders` (bordersOf); `context` names it in errors.
+  BucketAverage averageBucket(const at::Tensor& bucket, uint64_t borders, Context context);
 
   // ---- compressed (reduction_calls.cc)
   // Of float32 tensors; `error` receives the errors of this rank's encodings.
@@ -213,6 +212,8 @@ class Backend final : public c10d::Backend {
   // does everybody else.
   bool supportsTensorAlloc(c10::DeviceIndex device) override { return device < 0 || gpu_; }
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
+  // Of a tensor on a GPU: whether all ranks use it where it is, by now.
+  bool isMapped(const at::Tensor& tensor) const;
   // DDP takes its buckets' memory from there until the group is destroyed, if its peers can map
   // it.  For a default group: torch has one switch for all groups of a process.
   void lendBuckets();

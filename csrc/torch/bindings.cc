@@ -667,6 +667,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         return asRingreduce(*backend).foundInf(device);
       },
       no_gil, "backend"_a, "device"_a);
+  m.def(
+      "is_mapped",
+      [](const BackendPtr& backend, const at::Tensor& tensor) {
+        return asRingreduce(*backend).isMapped(tensor);
+      },
+      no_gil, "backend"_a, "tensor"_a);
   property("is_idle", &Backend::isIdle, no_gil);
   property("goes_on", &Backend::goesOn);
   property("timeout_seconds", &Backend::timeoutSeconds);
@@ -677,8 +683,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def(
       "register_comm_hook",
       [](c10d::Reducer& reducer, const BackendPtr& backend, const GroupPtr& group) {
-        return py::cpp_function(
-            [uneven = registerCommHook(reducer, {backend, group})] { *uneven = true; });
+        registerCommHook(reducer, {backend, group});
       },
       "reducer"_a, "backend"_a, "group"_a);
   m.def("average_bucket", &averageBucket, "backend"_a, "bucket"_a, "group"_a);

@@ -61,42 +61,37 @@ c10::intrusive_ptr<c10::ivalue::Future> hooked([[maybe_unused]] c10d::ProcessGro
 #endif
 }
 
-struct Registered {
+struct Averaging {
   AveragingGroup group;
   std::shared_ptr<HookState> state;  // null: exact
-  std::shared_ptr<std::atomic<bool>> uneven = std::make_shared<std::atomic<bool>>(false);
 };
 
-class Hook final : public c10d::CppCommHookInterface<Registered> {
+class Hook final : public c10d::CppCommHookInterface<Averaging> {
  public:
   using CppCommHookInterface::CppCommHookInterface;
 
   c10::intrusive_ptr<c10::ivalue::Future> runHook(c10d::GradBucket& bucket) override {
     return state_.state ? state_.state->average(state_.group, bucket)
-                        : averageGradBucket(state_.group, bucket, !*state_.uneven);
+                        : averageGradBucket(state_.group, bucket);
   }
 };
 
 }  // namespace
 
 c10::intrusive_ptr<c10::ivalue::Future> averageGradBucket(const AveragingGroup& group,
-                                                          c10d::GradBucket& bucket,
-                                                          bool registers) {
+                                                          c10d::GradBucket& bucket) {
   std::vector<size_t> sizes;
   for (const at::Tensor& parameter : bucket.getParameters()) sizes.push_back(numbersOf(parameter));
   return hooked(*group.group, bucket.getBufferRef(), [&] {
     return asRingreduce(*group.backend)
-        .averageBucket(bucket.getBufferRef(), bordersOf(sizes), describeBucket(bucket), registers);
+        .averageBucket(bucket.getBufferRef(), bordersOf(sizes), describeBucket(bucket));
   });
 }
 
-std::shared_ptr<std::atomic<bool>> registerCommHook(c10d::Reducer& reducer, AveragingGroup group,
-                                                    std::shared_ptr<HookState> state) {
+void registerCommHook(c10d::Reducer& reducer, AveragingGroup group,
+                      std::shared_ptr<HookState> state) {
   asRingreduce(*group.backend);
-  Registered registered{std::move(group), std::move(state)};
-  std::shared_ptr<std::atomic<bool>> uneven = registered.uneven;
-  reducer.register_comm_hook(std::make_unique<Hook>(std::move(registered)));
-  return uneven;
+  reducer.register_comm_hook(std::make_unique<Hook>(Averaging{std::move(group), std::move(state)}));
 }
 
 // ---- compressed gradients

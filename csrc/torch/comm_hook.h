@@ -2,7 +2,6 @@
 // group's queue and back without the interpreter.
 #pragma once
 
-#include <atomic>
 #include <cstddef>
 #include <memory>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -24,11 +23,8 @@ struct AveragingGroup {
 };
 
 // Averages a bucket over the group's ranks, in place; the Future's value is the bucket's tensor.
-// `registers`: all ranks pass buckets in the same memory from step to step, which may be
-// registered.
 c10::intrusive_ptr<c10::ivalue::Future> averageGradBucket(const AveragingGroup& group,
-                                                          c10d::GradBucket& bucket,
-                                                          bool registers = false);
+                                                          c10d::GradBucket& bucket);
 
 // ---- compressed gradients (group/compression.h)
 
@@ -50,10 +46,8 @@ class HookState {
   std::unordered_map<const c10::TensorImpl*, size_t> numbers_;
 };
 
-// From now on `reducer` averages its buckets over `group`: exactly, or by way of `state`.  All
-// ranks set the flag that is returned before one of them runs out of inputs (torch's Join): from
-// then on it passes zeros in new memory at each step, which only it knows.
-std::shared_ptr<std::atomic<bool>> registerCommHook(c10d::Reducer& reducer, AveragingGroup group,
-                                                    std::shared_ptr<HookState> state = nullptr);
+// From now on `reducer` averages its buckets over `group`: exactly, or by way of `state`.
+void registerCommHook(c10d::Reducer& reducer, AveragingGroup group,
+                      std::shared_ptr<HookState> state = nullptr);
 
 }  // namespace ringreduce

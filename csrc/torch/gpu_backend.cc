@@ -13,9 +13,12 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
+#include <mutex>
 #include <string>
 #include <thread>
+#include <unordered_map>
 #include <utility>
+#include <vector>
 
 #include "base/error.h"
 #include "base/limits.h"
@@ -28,6 +31,7 @@
 #include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
+#include <torch/csrc/cuda/CUDAPluggableAllocator.h>
 
 #include "cuda/communicator/host_communicator.h"
 #include "cuda/cuda_stream.h"
@@ -69,6 +73,38 @@ std::shared_ptr<void> makeOwnMemory(c10::Device device, size_t bytes,
   });
 }
 
+bool isOwnMemory(const void* data, size_t bytes) {
+  return cuda::ownSegmentOf(data, bytes) != nullptr;
+}
+
+std::shared_ptr<c10::Allocator> memAllocator() {
+  // One for the process, and never destroyed: pools may outlive all groups.
+  struct Pieces {
+    std::mutex mutex;
+    std::unordered_map<void*, std::shared_ptr<void>> by_address;
+  };
+  static auto* const pieces = new Pieces;
+  static auto* const allocator = new std::shared_ptr<c10::Allocator>(
+      torch::cuda::CUDAPluggableAllocator::createCustomAllocator(
+          [](size_t bytes, int device, CUstream_st* stream) {
+            const cuda::BesideCaptures beside;
+            auto memory = cuda::ownMemory(device, bytes, [device, stream] {
+              return std::vector<CUstream_st*>{
+                  stream, c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(device))};
+            });
+            void* const data = memory.get();
+            const std::lock_guard lock(pieces->mutex);
+            pieces->by_address[data] = std::move(memory);
+            return data;
+          },
+          // Under the lock of torch's allocator, for memory that no recorded stream uses any more.
+          [](void* data, size_t, int, CUstream_st*) {
+            const std::lock_guard lock(pieces->mutex);
+            pieces->by_address.erase(data);
+          }));
+  return *allocator;
+}
+
 bool isCapturing(c10::Device device) {
   const c10::cuda::CUDAGuard on(device);
   return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
@@ -105,6 +141,14 @@ CUstream_st* handleOf(const c10::Stream&) {
 }
 
 std::shared_ptr<void> makeOwnMemory(c10::Device, size_t, std::vector<c10::Stream>) {
+  withoutCuda();
+}
+
+bool isOwnMemory(const void*, size_t) {
+  withoutCuda();
+}
+
+std::shared_ptr<c10::Allocator> memAllocator() {
   withoutCuda();
 }
 
@@ -475,39 +519,29 @@ at::Tensor GpuBackend::allocateTensor(long size, at::TensorOptions options) {
       .make_tensor();
 }
 
-// DDP makes new buckets on all ranks at once, so a bucket is new to all ranks or to none, except in
-// torch's Join, where the hook does not call this.  Peers map the bucket's memory, so the
-// communicator keeps it.  Memory of torch's default allocator would go with this process, from
-// under kernels of others that read it, so the bucket is moved to memory that does not; all that
-// views it, as gradients may, goes with it.  DDP replaces its buckets after the first step: each
-// new bucket gives back those that only the communicator holds, on all ranks.
-void GpuBackend::registerBucket(const at::Tensor& bucket) {
-  const std::shared_ptr<DeviceContext> context = contextOf(bucket.device());
-  cuda::GpuCommunicator& communicator = *context->communicator;
+bool GpuBackend::isMapped(const at::Tensor& tensor) const {
+  const auto all = contexts();
+  const auto context = all.find(tensor.device().index());
+  return context != all.end() &&
+         context->second->communicator->isMapped(tensor.const_data_ptr(), tensor.nbytes());
+}
+
+// Beside another backend DDP's buckets come from torch's allocator.  The hook moves each once to
+// memory that peers map; all that views it, as gradients may, goes with it.  The zeros of a rank
+// that runs out of inputs (torch's Join), in new memory at each step, have no views and stay.  So
+// does each from the first capture on, as the graph has its address.
+void GpuBackend::moveBucket(const at::Tensor& bucket) {
   const c10::Storage& storage = bucket.storage();
-  if (!communicator.gainsByRegistering(dtypeOf(bucket, "DDP hook"), bucket.nbytes()) ||
-      !storage.mutable_data())
+  const c10::Device device = bucket.device();
+  if (!storage.mutable_data() || storage.use_count() == 1 || told_no_memory_ ||
+      isOwnMemory(storage.data(), storage.nbytes()))
     return;
-  // Not the backend's own lock: other ranks may come late, and abort() must not wait for them.
-  const std::lock_guard lock(buckets_mutex_);
-  if (!context->buckets.try_emplace(storage.unsafeGetStorageImpl(), storage.getWeakStorageImpl())
-           .second ||
-      isCapturing(bucket.device()))  // nor later, when a graph has the bucket's address
-    return;
-  const c10::DeviceGuard on(bucket.device());
-  const auto heldBy = [](const std::shared_ptr<void>& owner) {
-    return static_cast<c10::Storage*>(owner.get());
-  };
-  for (const auto& owner : communicator.unregisterBuffers(
-           [&](const std::shared_ptr<void>& held) { return heldBy(held)->use_count() == 1; }))
-    context->buckets.erase(heldBy(owner)->unsafeGetStorageImpl());
-  const c10::Stream caller = guardOf(bucket.device()).getStream(bucket.device());
-  if (auto lasting = communicator.lastingMemory(storage.data(), storage.nbytes(),
-                                                {handleOf(caller), handleOf(context->stream)}))
-    moveTo(std::move(lasting), storage, caller);
-  // Why not does not matter here: the bucket then goes by slots or staging memory, like any other.
-  communicator.registerBuffer(storage.mutable_data(), storage.nbytes(),
-                              std::make_shared<c10::Storage>(storage));
+  if (isCapturing(device)) captured_bucket_ = true;
+  if (captured_bucket_) return;
+  const std::shared_ptr<DeviceContext> context = contextOf(device);
+  const c10::DeviceGuard on(device);
+  if (auto memory = ownMemoryFor(device, *context, storage.nbytes()))
+    moveTo(std::move(memory), storage, guardOf(device).getStream(device));
 }
 
 std::shared_ptr<HostTrip> GpuBackend::toHost(const at::Tensor& tensor) {

@@ -46,6 +46,8 @@ CUstream_st* handleOf(const c10::Stream& stream);
 // these streams and in the current one.  Throws Error.
 std::shared_ptr<void> makeOwnMemory(c10::Device device, size_t bytes,
                                     std::vector<c10::Stream> streams);
+// The same for the pools of torch's allocator, of all groups.
+std::shared_ptr<c10::Allocator> memAllocator();
 // Whether the device's current stream is captured into a CUDA graph.
 bool isCapturing(c10::Device device);
 
@@ -76,12 +78,13 @@ class GpuBackend final : public c10d::Backend {
   // is NCCL's: for groups over several hosts.
   RINGREDUCE_DECLARE_CALLS
   // The average over all ranks, in place, of one DDP bucket.
-  BucketAverage averageBucket(const at::Tensor& bucket, uint64_t borders, Context context,
-                              bool registers);
+  BucketAverage averageBucket(const at::Tensor& bucket, uint64_t borders, Context context);
 
   // An uninitialised tensor of so many elements: in memory that peers can map, where calls on it
   // are then faster, or in the caching allocator's.
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
+  // Whether all ranks use a tensor where it is, by now.
+  bool isMapped(const at::Tensor& tensor) const;
 
   void startCoalescing() override;
   WorkPtr endCoalescing() override;
@@ -119,8 +122,6 @@ class GpuBackend final : public c10d::Backend {
 
  private:
   struct DeviceContext {
-    // Buckets that were registered or refused.  With a weak pointer their addresses are not reused.
-    std::map<c10::StorageImpl*, c10::weak_intrusive_ptr<c10::StorageImpl>> buckets = {};
     std::shared_ptr<cuda::GpuCommunicator> communicator;
     c10::Stream stream;  // asynchronous operations run here, one after the other
     c10::Event ready;    // of the caller's stream, when one is put there
@@ -145,7 +146,7 @@ class GpuBackend final : public c10d::Backend {
   // Null, with a word in the log, if there is none to be had.
   std::shared_ptr<void> ownMemoryFor(c10::Device device, const DeviceContext& context,
                                      size_t bytes);
-  void registerBucket(const at::Tensor& bucket);
+  void moveBucket(const at::Tensor& bucket);
   // The backend that takes a call which no communicator performs.  The caller keeps it alive, even
   // if the group shuts down meanwhile.
   BackendPtr nccl();  // null: it cannot start.  With the lock held
@@ -159,10 +160,9 @@ class GpuBackend final : public c10d::Backend {
   const MakeCommunicator make_communicator_;
   const MakeNccl make_nccl_;
   const BackendPtr staged_;
-  std::atomic<bool> told_no_memory_ = false;
+  std::atomic<bool> told_no_memory_ = false, captured_bucket_ = false;
   // Guards the rest; held while an operation is put into its stream.  Recursive: a wait for other
   // ranks runs Python's signal handlers meanwhile, and these may end the group.
-  std::mutex buckets_mutex_;  // of DeviceContext::buckets, and held while one is registered
   mutable std::recursive_mutex mutex_;
   Contexts contexts_;
   std::map<c10::DeviceIndex, HostTrip::Streams> trips_;

@@ -137,8 +137,8 @@ GpuBackend::WorkPtr GpuBackend::allreduce_coalesced(
   });
 }
 
-BucketAverage GpuBackend::averageBucket(const at::Tensor& bucket, uint64_t borders, Context context,
-                                        bool registers) {
+BucketAverage GpuBackend::averageBucket(const at::Tensor& bucket, uint64_t borders,
+                                        Context context) {
   return translated([&]() -> BucketAverage {
     constexpr auto kCall = "DDP hook";
     if (!bucket.is_sparse()) requireDense(bucket, kCall, bucket.device());
@@ -155,7 +155,7 @@ BucketAverage GpuBackend::averageBucket(const at::Tensor& bucket, uint64_t borde
       };
       return {work, work->getFuture()->then(first, c10::TensorType::get())};
     }
-    if (registers) registerBucket(bucket);
+    moveBucket(bucket);
     const Staged staged(bucket, Use::kBoth, kCall);
     const cuda::GpuAllReduce call{.input = staged.data(),
                                   .output = staged.data(),
@@ -163,8 +163,7 @@ BucketAverage GpuBackend::averageBucket(const at::Tensor& bucket, uint64_t borde
                                   .dtype = dtypeOf(bucket, kCall),
                                   .op = ReduceOp::kAvg,
                                   .label = std::move(context),
-                                  .borders = borders,
-                                  .registered = registers};
+                                  .borders = borders};
     const WorkPtr work =
         enqueue({.type = c10d::OpType::ALLREDUCE,
                  .title = "ringreduce:all_reduce",

@@ -190,10 +190,9 @@ Backend::WorkPtr Backend::allreduce_coalesced(Tensors& tensors,
   });
 }
 
-BucketAverage Backend::averageBucket(const at::Tensor& bucket, uint64_t borders, Context context,
-                                     bool registers) {
+BucketAverage Backend::averageBucket(const at::Tensor& bucket, uint64_t borders, Context context) {
   if (const auto gpu = gpuFor(bucket))
-    return gpu->averageBucket(bucket, borders, std::move(context), registers);
+    return gpu->averageBucket(bucket, borders, std::move(context));
   return translated([&]() -> BucketAverage {
     if (bucket.is_sparse()) {
       c10d::AllreduceOptions options;

@@ -41,16 +41,23 @@ struct Call {
   int root = 0;
   bool two_hops = false;  // a broadcast in two hops
   // By a kernel of this very number of ranks; and on tensors where they are, an all-reduce by
-  // two-shot, or by LL, one by one-shot.
+  // two-shot, a reduce-scatter or an all-gather; or by LL, an all-reduce by one-shot.
   bool fixed = false, located = false, ll = false;
+  bool nvls = false;  // in the NVSwitch, cut as two-shot
   // Located: whose inputs (bit 2 r) and outputs (bit 2 r + 1) peers do not map.  As in a
-  // communicator, those that are not aligned, and inputs to be scaled, are never mapped.
+  // communicator, those that are not aligned, and inputs to be scaled, are never mapped, and only
+  // tensors that peers touch are.
   uint32_t staged = 0;
 
   bool canBeFixed() const {
     return fixedSizeOf(numbers->P) >= 0 && !moves() && hasFixedKernels(numbers->dtype) &&
            (numbers->op == ReduceOp::kSum || numbers->op == ReduceOp::kAvg) &&
            algorithm != DeviceAlgorithm::kRing;
+  }
+  bool canBeNvls() const {
+    return kind == Kind::kAllReduce && hasNvlsKernel(numbers->dtype) &&
+           (numbers->op == ReduceOp::kSum || numbers->op == ReduceOp::kAvg) &&
+           algorithm == DeviceAlgorithm::kTwoShot;
   }
   // Of what is only moved; slices are counted in it.
   int unit() const { return unitOf(numbers->width()); }
@@ -69,7 +76,7 @@ struct Call {
            ", " + numbers->text(count) + ", " + std::to_string(blocks) + " blocks, slices of " +
            std::to_string(slice) + (in_place ? ", in place" : "") + (fixed ? ", fixed" : "") +
            (located ? ", located, staged " + std::to_string(staged) : "") + (ll ? ", LL" : "") +
-           ", place " + std::to_string(static_cast<int>(place));
+           (nvls ? ", NVLS" : "") + ", place " + std::to_string(static_cast<int>(place));
   }
   Bytes wanted(int rank) const {
     const auto part = [&](const Bytes& of, size_t p) {
@@ -87,7 +94,7 @@ struct Call {
       case Kind::kBroadcast:
         return part(numbers->addends[at(root)], 0);
       default:
-        return numbers->canonical(count);
+        return nvls ? numbers->inRankOrder(count) : numbers->canonical(count);
     }
   }
 
@@ -172,19 +179,25 @@ class Tensors {
 // The kernels that a test compiles; each of them takes seconds.
 struct Compiled {
   bool one_shot = true, two_shot = true, ring = true, moves = true, fixed = true, located = true;
+  bool nvls = true;
 };
 
 // One kernel of the call, by `Rules`; E is one of `dtypes`.
 template <class Rules, Compiled compiled, DType... dtypes, class B>
 void runKernel(B& block, const Call& call, RankCall rank_call, const Location& location,
-               int channel) {
+               const Window& window, int channel) {
   if (channel >= call.blocks) return;
   if (call.moves()) {
     const auto move = [&]<int unit>() {
       constexpr bool kNeeded = ((unitOf(sizeOf(dtypes)) == unit) || ...);
       if constexpr (compiled.moves && kNeeded)
-        if (call.unit() == unit)
+        if (call.unit() == unit) {
+          if constexpr (compiled.located)
+            if (call.located)
+              return locatedGatherBlock<unitBytes(unit), Rules>(
+                  block, *rank_call.comm, rank_call, location, block.peers(), channel, call.blocks);
           gatherBlock<unitBytes(unit), Rules>(block, rank_call, channel, call.blocks);
+        }
     };
     move.template operator()<0>();
     move.template operator()<1>();
@@ -199,6 +212,9 @@ void runKernel(B& block, const Call& call, RankCall rank_call, const Location& l
       if (call.located)
         return locatedBlock<E, Rules, P>(block, comm, rank_call, location, block.peers(), channel,
                                          call.blocks);
+    if constexpr (compiled.nvls && P == 0 && hasNvlsKernel(dtype))
+      if (call.nvls)
+        return nvlsBlock<E, Rules>(block, comm, rank_call, window, channel, call.blocks);
     if constexpr (compiled.one_shot && P > 0)
       if (call.ll) return llBlock<E, Rules, P>(block, comm, rank_call, channel, call.blocks);
     if constexpr (compiled.one_shot && hasKernel(kOneShot, dtype))
@@ -263,14 +279,15 @@ class Calls {
       Location& location = entry.locations.emplace_back();
       location.what = calls_.size();
       if (!call.located) continue;
-      const auto place = [&](unsigned char* data, int bit) -> Place {
+      const auto place = [&](unsigned char* data, size_t parts, int bit) -> Place {
         const bool is_aligned = reinterpret_cast<uintptr_t>(data) % sizeof(Pack) == 0;
         const bool is_scaled = bit == 0 && numbers.op == ReduceOp::kPremulSum;
         if (!is_aligned || is_scaled || (call.staged >> (2 * r + bit) & 1) != 0) return {};
-        return ranks_.mapped(r, reinterpret_cast<std::byte*>(data), call.partBytes());
+        return ranks_.mapped(r, reinterpret_cast<std::byte*>(data), parts * call.partBytes());
       };
-      location.in = place(tensors.input(), 0);
-      location.out = place(tensors.output(), 1);
+      if (call.kind != Kind::kAllGather) location.in = place(tensors.input(), call.inputParts(), 0);
+      if (call.kind != Kind::kReduceScatter)
+        location.out = place(tensors.output(), call.outputParts(), 1);
     }
   }
 
@@ -294,7 +311,7 @@ class Calls {
   template <class Rules, Compiled compiled, DType... dtypes, class B>
   void at(B& block, int rank, int channel, size_t kernel) {
     runKernel<Rules, compiled, dtypes...>(block, calls_[kernel].call, rankCall(kernel, rank),
-                                          location(kernel, rank), channel);
+                                          location(kernel, rank), ranks_.window(rank), channel);
   }
 
   // That nobody gave up, and all outputs hold what they must and nothing else was written.

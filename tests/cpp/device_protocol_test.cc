@@ -138,6 +138,7 @@ struct How {
   bool two_hops = false;
   bool located = false;
   bool ll = false;
+  bool nvls = false;
 };
 constexpr How kOneShot{Kind::kAllReduce, DeviceAlgorithm::kOneShot};
 constexpr How kTwoShot{Kind::kAllReduce, DeviceAlgorithm::kTwoShot};
@@ -146,15 +147,20 @@ constexpr How kReduceScatter{Kind::kReduceScatter}, kAllGather{Kind::kAllGather}
     kBroadcast{Kind::kBroadcast},
     kTwoHopBroadcast{Kind::kBroadcast, DeviceAlgorithm::kTwoShot, true};
 constexpr How kLocated{Kind::kAllReduce, DeviceAlgorithm::kTwoShot, false, true};
-constexpr std::array kAll{kOneShot,   kTwoShot,         kRing,   kReduceScatter, kAllGather,
-                          kBroadcast, kTwoHopBroadcast, kLocated};
-
+constexpr How kLocatedScatter{Kind::kReduceScatter, DeviceAlgorithm::kTwoShot, false, true};
+constexpr How kLocatedGather{Kind::kAllGather, DeviceAlgorithm::kTwoShot, false, true};
 constexpr How kLL{Kind::kAllReduce, DeviceAlgorithm::kOneShot, false, false, true};
+constexpr How kNvls{Kind::kAllReduce, DeviceAlgorithm::kTwoShot, false, false, false, true};
+constexpr std::array kAll{kOneShot,   kTwoShot,         kRing,    kReduceScatter,  kAllGather,
+                          kBroadcast, kTwoHopBroadcast, kLocated, kLocatedScatter, kLocatedGather,
+                          kNvls};
 
 // By kernels of a number of ranks, where there are any.
-constexpr std::array kFixed{kOneShot, kTwoShot, kLocated, kReduceScatter, kLL};
+constexpr std::array kFixed{kOneShot, kTwoShot, kLocated, kReduceScatter, kLocatedScatter, kLL};
+constexpr std::array kInSwitch{kNvls};
 constexpr std::array kLLs{kLL};
-constexpr std::array kLocateds{kLocated};
+constexpr std::array kLocateds{kLocated, kLocatedScatter, kLocatedGather};
+constexpr std::array kLeavers{kLocated, kLocatedScatter, kLocatedGather, kNvls};
 constexpr std::array kOneShots{kOneShot};
 constexpr std::array kTwoShots{kTwoShot};
 constexpr std::array kRings{kRing};
@@ -165,12 +171,14 @@ constexpr std::array kTwoHopBroadcasts{kTwoHopBroadcast};
 
 template <size_t n>
 constexpr Compiled compiledFor(const std::array<How, n>& kinds) {
-  Compiled compiled{false, false, false, false, false, false};
+  Compiled compiled{false, false, false, false, false, false, false};
   for (const How& how : kinds) {
     const bool reduces = how.kind == Kind::kAllReduce || how.kind == Kind::kReduceScatter;
     compiled.moves |= !reduces;
     compiled.fixed |= how.ll;
     compiled.located |= how.located;
+    compiled.nvls |= how.nvls;
+    if (how.nvls) continue;
     compiled.one_shot |= reduces && how.algorithm == DeviceAlgorithm::kOneShot;
     compiled.two_shot |= reduces && how.algorithm == DeviceAlgorithm::kTwoShot;
     compiled.ring |= reduces && how.algorithm == DeviceAlgorithm::kRing;
@@ -203,8 +211,9 @@ void mixed(const Shape& shape, int count, uint64_t start = kWraps, uint64_t dept
               .fixed = how.ll,
               .located = how.located,
               .ll = how.ll,
+              .nvls = how.nvls,
               .staged = static_cast<uint32_t>(random())};
-    call.fixed |= compiledFor(kinds).fixed && call.canBeFixed() && random() % 4 != 0;
+    call.fixed |= compiledFor(kinds).fixed && !how.nvls && call.canBeFixed() && random() % 4 != 0;
     calls.add(call);
   }
   host::run<B>(shape, calls.count(), [&](B& block, int r, int c, size_t kernel) {
@@ -252,7 +261,7 @@ class Absence {
 
   Absence(const How& how, uint64_t timeout, int blocks_that_come)
       : kShape{how.ll ? 4 : 3, 2, 2},
-        leaves_(how.located),
+        leaves_(how.located || how.nvls),
         ranks_(layoutOf(kShape, 2), kWraps),
         calls_(ranks_, timeout),
         come_(blocks_that_come) {
@@ -269,7 +278,8 @@ class Absence {
                   .two_hops = how.two_hops,
                   .fixed = how.ll,
                   .located = how.located,
-                  .ll = how.ll});
+                  .ll = how.ll,
+                  .nvls = how.nvls});
   }
 
   template <class B = host::Block, const auto& kinds = kAll>
@@ -334,7 +344,7 @@ void wholeAbsent(const How& how) {
   Absence absence(how, kGiveUp, 0);
   absence.run<host::Block, kinds>();
   absence.expectPoisoned(Cause::kTimeout);
-  if (how.located) return;  // one of them may wait for rank 1, and tell the other
+  if (how.located || how.nvls) return;  // one of them may wait for rank 1, and tell the other
   const Trouble &zero = absence.trouble(0), &two = absence.trouble(2);
   for (const Trouble* t : {&zero, &two}) CHECK(t->channel >= 0 && t->channel < 2);
   CHECK_EQ(two.peer, 1);
@@ -405,15 +415,17 @@ class Impatient : public Attentive {
 
 // Rank 0 gives up on rank 1, which comes late, or is slow: it has found rank 0's tensors by then.
 template <class B = Attentive>
-void leftAlone(std::chrono::milliseconds late, std::chrono::milliseconds slowly,
+void leftAlone(const How& how, std::chrono::milliseconds late, std::chrono::milliseconds slowly,
                uint64_t clock = 1) {
   constexpr Shape kShape{2, 1, 1};
   Ranks ranks(layoutOf(kShape, 2));
   Calls calls(ranks, kLong * clock);
-  calls.add({.numbers = &numbersOf(kShape.ranks),
+  calls.add({.kind = how.kind,
+             .numbers = &numbersOf(kShape.ranks),
              .count = 2 * kChunkElements,
              .in_place = true,
-             .located = true});
+             .located = how.located,
+             .nvls = how.nvls});
   calls.rankCall(0, 0).timeout = 300'000'000 * clock;
   const Bytes addends = calls.tensors(0, 1).result();
   host::run<B>(kShape, 1, [&](B& block, int r, int c, size_t kernel) {
@@ -421,7 +433,7 @@ void leftAlone(std::chrono::milliseconds late, std::chrono::milliseconds slowly,
       std::this_thread::sleep_for(late);
       slow = slowly;
     }
-    calls.at<SlowReader, compiledFor(kLocateds), DType::kFloat32>(block, r, c, kernel);
+    calls.at<SlowReader, compiledFor(kLeavers), DType::kFloat32>(block, r, c, kernel);
   });
   CHECK_EQ(ranks.trouble(0).cause, static_cast<uint64_t>(Cause::kTimeout));
   CHECK_EQ(ranks.trouble(1).cause, static_cast<uint64_t>(Cause::kAborted));
@@ -431,7 +443,9 @@ void leftAlone(std::chrono::milliseconds late, std::chrono::milliseconds slowly,
 
 const mutants::Mutants kMutants{
     {"left_without_a_wait",
-     [] { leftAlone<Impatient>({}, std::chrono::milliseconds(600), kFast); }},
+     [] { leftAlone<Impatient>(kLocated, {}, std::chrono::milliseconds(600), kFast); }},
+    {"left_a_gather_without_a_wait",
+     [] { leftAlone<Impatient>(kLocatedGather, {}, std::chrono::milliseconds(600), kFast); }},
     {"ring_weak_publish", [] { mixed<WeakPublish, kRings>({3, 1, 2}, 40); }},
     {"ring_weak_observe", [] { mixed<WeakObserve, kRings>({3, 1, 2}, 40); }},
     {"push_weak_publish", [] { mixed<WeakPublish, kPushes>({3, 1, 2}, 40); }},
@@ -451,6 +465,9 @@ const mutants::Mutants kMutants{
     {"no_barrier_in_finish", [] { without<kRings>(Site::kFinish, {2, 1, 2}); }},
     {"no_barrier_in_post", [] { without<kPushes>(Site::kPost, {2, 1, 2}); }},
     {"no_barrier_in_until", [] { without<kAll>(Site::kUntil, {2, 1, 2}); }},
+    {"nvls_weak_publish", [] { mixed<WeakPublish, kInSwitch>({3, 1, 2}, 40); }},
+    {"nvls_weak_observe", [] { mixed<WeakObserve, kInSwitch>({3, 1, 2}, 40); }},
+    {"no_barrier_in_nvls_post", [] { without<kInSwitch>(Site::kPost, {2, 1, 2}); }},
     {"ll_words_that_are_torn", [] { mixed<TornWords, kLLs>({2, 1, 2}, 60); }},
     {"no_barrier_in_leave",
      [] {
@@ -476,18 +493,25 @@ TEST(kernels_of_a_number_of_ranks_hold_under_random_delays) {
 }
 
 TEST(who_has_left_is_left_alone) {
-  leftAlone({}, std::chrono::milliseconds(1000));
-  leftAlone(std::chrono::milliseconds(1000), {});
-  leftAlone(std::chrono::milliseconds(3000), {});  // after the farewell
+  for (const How& how : kLocateds) {
+    leftAlone(how, {}, std::chrono::milliseconds(1000));
+    leftAlone(how, std::chrono::milliseconds(1000), {});
+    leftAlone(how, std::chrono::milliseconds(3000), {});  // after the farewell
+  }
+  leftAlone(kNvls, std::chrono::milliseconds(1000), {});
 }
 
 // A peer that is in another call, or whose tensor reaches beyond its segment.
 TEST(nothing_is_touched_where_calls_or_segments_do_not_fit) {
   constexpr Shape kShape{2, 1, 2};
-  for (const bool other_call : {true, false}) {
+  for (const auto& [kind, other_call] :
+       {std::pair{Kind::kAllReduce, true}, std::pair{Kind::kAllReduce, false},
+        std::pair{Kind::kReduceScatter, true}, std::pair{Kind::kReduceScatter, false},
+        std::pair{Kind::kAllGather, true}, std::pair{Kind::kAllGather, false}}) {
     Ranks ranks(layoutOf(kShape, 2));
     Calls calls(ranks, kLong);
-    calls.add({.numbers = &numbersOf(kShape.ranks),
+    calls.add({.kind = kind,
+               .numbers = &numbersOf(kShape.ranks),
                .count = 2 * kChunkElements,
                .in_place = false,
                .located = true});
@@ -495,7 +519,7 @@ TEST(nothing_is_touched_where_calls_or_segments_do_not_fit) {
     if (other_call)
       ++theirs.what;
     else
-      --ranks.entry(0, 1, theirs.in.segment).bytes;
+      --ranks.entry(0, 1, std::max(theirs.in.segment, theirs.out.segment)).bytes;
     host::run(kShape, 1, [&](host::Block& block, int r, int c, size_t kernel) {
       calls.at<Delayed, compiledFor(kLocateds), DType::kFloat32>(block, r, c, kernel);
     });

@@ -86,6 +86,7 @@ constexpr Tuning tuned(int blocks, uint64_t depth) {
           .ll_most = 0,
           .window_bytes = oracle::kMost * 8 * size_t{8},
           .located_least = 0,
+          .parts_located = 0,
           .shared_lead = 0};
 }
 
@@ -131,7 +132,11 @@ Call drawn(Kind kind, DeviceAlgorithm algorithm, const Case& numbers, const Tuni
     call.count = std::min(call.count, oracle::kMost / P);
     const size_t unit = call.moves() ? unitBytes(call.unit()) : numbers.width();
     call.two_hops = call.kind == Kind::kBroadcast && die(2) == 0;
-    const PartShape shape = partShapeOf(t, call.partBytes() / unit, numbers.P, unit, call.two_hops);
+    call.located = call.kind != Kind::kBroadcast && die(2) == 0;
+    const size_t units = call.partBytes() / unit;
+    const PartShape shape = call.located && die(2) == 0
+                                ? locatedPartShapeOf(t, units, numbers.P, unit)
+                                : partShapeOf(t, units, numbers.P, unit, call.two_hops);
     if (die(2) == 0) call.slice = shape.slice;
     call.blocks = shape.channels;
   }
@@ -143,6 +148,8 @@ Call drawn(Kind kind, DeviceAlgorithm algorithm, const Case& numbers, const Tuni
   call.staged = die(2) == 0 ? static_cast<uint32_t>(random()) : die(2) == 0 ? 0 : ~uint32_t{0};
   call.ll = call.fixed && call.kind == Kind::kAllReduce && algorithm == DeviceAlgorithm::kOneShot &&
             die(2) == 0;
+  call.nvls = call.canBeNvls() && die(3) == 0;
+  if (call.nvls) call.fixed = call.located = false;
   call.device_factor = die(2) == 0;
   return call;
 }
@@ -308,13 +315,12 @@ TEST(direct_gives_the_canonical_bits_with_the_fewest_bytes) {
                     .begin = 0,
                     .elements = 0,
                     .first = 0,
-                    .inputs = {},
-                    .outputs = {},
+                    .tensors = {},
                     .arithmetic = {combineOf(dtype, op), op == ReduceOp::kAvg, false, P, 1},
                     .abort = &nobody_gives_up};
     for (int r = 0; r < P; ++r) {
-      call.inputs[r] = reinterpret_cast<std::byte*>(staged.emplace_back(bytes, 0).data());
-      call.outputs[r] =
+      call.tensors.input[r] = reinterpret_cast<std::byte*>(staged.emplace_back(bytes, 0).data());
+      call.tensors.output[r] =
           reinterpret_cast<std::byte*>(outputs.emplace_back(bytes, shift * numbers.width()).data());
     }
     const auto with = [&]<DType d>() {
@@ -341,11 +347,11 @@ TEST(direct_gives_the_canonical_bits_with_the_fewest_bytes) {
         if (in_pieces) {
           mine.first = part.begin;
           for (int p = 0; p < P; ++p) {
-            mine.inputs[p] += part.begin * numbers.width();
-            mine.outputs[p] += part.begin * numbers.width();
+            mine.tensors.input[p] += part.begin * numbers.width();
+            mine.tensors.output[p] += part.begin * numbers.width();
           }
         }
-        direct<Element<d>>(block, mine, channel, blocks);
+        direct<Element<d>>(block, mine, block.peers(), channel, blocks);
       });
       uint64_t all = 0;
       for (uint64_t m : moved) all += m;
@@ -373,14 +379,17 @@ TEST(kernels_move_the_bytes_that_their_headers_say) {
         const uint64_t S = count * numbers.width();
         if (count > oracle::kMost) continue;
         // By each kernel that there is.
-        const auto moves = [&](DeviceAlgorithm algorithm, uint64_t bytes, bool ll = false) {
+        const auto moves = [&](DeviceAlgorithm algorithm, uint64_t bytes, bool ll = false,
+                               bool nvls = false) {
           Call call{.algorithm = algorithm, .numbers = &numbers, .count = count, .blocks = blocks};
           for (bool fixed : {false, true}) {
-            if (fixed ? !call.canBeFixed() : ll) continue;
+            if (fixed ? nvls || !call.canBeFixed() : ll) continue;
+            if (nvls && !call.canBeNvls()) continue;
             Ranks ranks(tuned(blocks, 2).layout(P));
             Calls calls(ranks);
             call.fixed = fixed;
             call.ll = ll;
+            call.nvls = nvls;
             calls.add(call);
             for (uint64_t moved : runAll(calls, {P, blocks, 2})) CHECK_EQ(moved, bytes);
             calls.verify();
@@ -389,6 +398,7 @@ TEST(kernels_move_the_bytes_that_their_headers_say) {
         moves(DeviceAlgorithm::kOneShot, (2 * p + 1) * S);
         moves(DeviceAlgorithm::kOneShot, 3 * S, true);  // and words, which are not counted
         moves(DeviceAlgorithm::kTwoShot, 2 * S + 4 * (p - 1) * S / p);
+        moves(DeviceAlgorithm::kTwoShot, 6 * S, false, true);
         const uint64_t around = (6 * p - 4) * S / p;
         moves(DeviceAlgorithm::kRing, isHalf(dtype) ? around + 2 * (p - 1) * S / p : around);
       }
@@ -426,6 +436,42 @@ TEST(located_tensors_are_copied_only_where_they_are_not_mapped) {
             }
           }
         }
+}
+
+TEST(located_parts_are_copied_only_where_they_are_not_mapped) {
+  for (int P = 2; P <= 8; ++P)
+    for (DType dtype : {DType::kFloat32, DType::kFloat16, DType::kInt8})
+      for (const uint32_t staged : {0u, ~0u, 0b11u, 0b0110u, 0b100100u})
+        for (const Kind kind : {Kind::kReduceScatter, Kind::kAllGather})
+          for (bool in_place : {false, true}) {
+            constexpr int kBlocks = 2;
+            const Case numbers(P, dtype, ReduceOp::kSum);
+            const auto p = static_cast<uint64_t>(P);
+            // A tail in the last turn.
+            Call call{.kind = kind,
+                      .numbers = &numbers,
+                      .count = 3 * kChunkElements + 16,
+                      .blocks = kBlocks,
+                      .in_place = in_place,
+                      .located = true,
+                      .staged = staged};
+            const uint64_t part = call.partBytes();
+            for (const bool fixed : {false, true}) {
+              if (fixed && !call.canBeFixed()) continue;
+              call.fixed = fixed;
+              Ranks ranks(tuned(kBlocks, 2).layout(P));
+              Calls calls(ranks);
+              calls.add(call);
+              const std::vector<uint64_t> moved = runAll(calls, {P, kBlocks, 2});
+              calls.verify();
+              const bool gathers = kind == Kind::kAllGather;
+              for (uint64_t r = 0; r < p; ++r) {
+                const uint64_t copies = staged >> (2 * r + gathers) & 1;
+                const uint64_t own = gathers && in_place ? 0 : 1;
+                CHECK_EQ(moved[r], (p + own + copies * 2 * (p - 1)) * part);
+              }
+            }
+          }
 }
 
 TEST(calls_of_parts_move_the_bytes_that_their_headers_say) {

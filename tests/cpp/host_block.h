@@ -27,6 +27,7 @@
 #include "base/clock.h"
 #include "cuda/kernels/collective_kernel.h"
 #include "cuda/kernels/thread_block.h"
+#include "nvlink_switch.h"
 
 namespace host {
 
@@ -97,6 +98,17 @@ class Block {
   void show(T& shared, T value) const {
     shared = value;
   }
+  template <DType dtype>
+  Pack loadSum(const Pack* from) {
+    using nvlink::Windows;
+    return nvlink::sumOf<dtype>(Windows::ranksAt(from),
+                                [&](int r) { return load(Windows::placeAt(from, r)); });
+  }
+  void storeAll(Pack* to, Pack value) {
+    using nvlink::Windows;
+    for (int r = 0; r < Windows::ranksAt(to); ++r) store(Windows::placeAt(to, r), value);
+  }
+  void fenceAliases() {}  // the host has none
   static uint64_t nanoseconds() { return static_cast<uint64_t>(now()); }
   static void pause() { sched_yield(); }
 
@@ -110,7 +122,7 @@ class Block {
 class Ranks {
  public:
   explicit Ranks(const DeviceLayout& layout, uint64_t counters_start = 0)
-      : layout_(layout), comms_(static_cast<size_t>(layout.ranks)) {
+      : layout_(layout), windows_(layout.ranks), comms_(static_cast<size_t>(layout.ranks)) {
     for (int r = 0; r < layout.ranks; ++r) {
       memory_.push_back(std::make_unique<Line[]>(layout.bytes() / sizeof(Line)));
       locals_.push_back(std::make_unique<Local>());
@@ -145,6 +157,7 @@ class Ranks {
 
   const DeviceComm& comm(int r) const { return comms_[static_cast<size_t>(r)]; }
   Trouble& trouble(int r) { return troubles_[static_cast<size_t>(r)]; }
+  Window window(int r) const { return windows_.of(r); }
   AbortFlag& abortFlag(int r) { return aborts_[static_cast<size_t>(r)]; }
   // What `at` knows of rank r's segment.
   SegmentEntry& entry(int at, int r, uint64_t segment) {
@@ -169,6 +182,7 @@ class Ranks {
   uint64_t& flagAt(int r, size_t at) { return *reinterpret_cast<uint64_t*>(base(r) + at); }
 
   const DeviceLayout layout_;
+  const nvlink::Windows windows_;
   std::vector<std::unique_ptr<Line[]>> memory_;
   std::vector<std::unique_ptr<Local>> locals_;
   std::vector<DeviceComm> comms_;

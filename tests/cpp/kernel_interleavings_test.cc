@@ -167,13 +167,17 @@ TEST(every_state_of_small_calls_of_parts) {
         record<Byte>(three, {two_hops(three, 4), callOf(kAllGather, three, 2)}));
 }
 
-// Two-shot on tensors where they are, beside calls by slots, of ranks whose tensors are mapped and
-// of ranks that use their windows.  Not only flags but the users' tensors are watched: peers read
+// Calls on tensors where they are, beside calls by slots, of ranks whose tensors are mapped and of
+// ranks that use their windows.  Not only flags but the users' tensors are watched: peers read
 // and write them.  So are the tables in which they find each other's tensors.
 TEST(every_state_of_small_located_calls) {
   constexpr uint32_t kMapped = 0, kStaged = ~0u, kSome = 0b0110;
-  const auto located = [](const Shape& shape, uint32_t staged, bool in_place, size_t turns = 1) {
-    Call call = callOf(DeviceAlgorithm::kTwoShot, shape, turns);
+  using enum Kind;
+  constexpr Kind kLocated[] = {kAllReduce, kReduceScatter, kAllGather};
+  const auto located = [](const Shape& shape, uint32_t staged, bool in_place, size_t turns = 1,
+                          Kind kind = kAllReduce) {
+    Call call = kind == kAllReduce ? callOf(DeviceAlgorithm::kTwoShot, shape, turns)
+                                   : callOf(kind, shape, turns);
     call.in_place = in_place;
     call.located = true;
     call.staged = staged;
@@ -193,15 +197,27 @@ TEST(every_state_of_small_located_calls) {
       };
       holds("located", record<Half>(shape, {turns, there}));
       CHECK(proven({one, here, two, turns, there, there, turns, two, one, here}));
-      for (const Call& call : {turns, there}) {
-        CHECK(!order(record<Half>(shape, {call}, kWeakPublish)).races.empty());
-        CHECK(!order(record<Half>(shape, {call}, kWeakObserve)).races.empty());
-        if (shape.lanes == 1) continue;
-        races("located without a barrier before a flag",
-              record<Half>(shape, {call}, {.forgets_sync = true}));
-        races("located without a barrier after a wait",
-              record<Half>(shape, {call}, {.forgets_any = true}));
+      std::vector<Call> mixture{one};
+      for (const Kind kind : {kReduceScatter, kAllGather}) {
+        const Call parts_here = located(shape, staged, true, slices, kind),
+                   parts_there = located(shape, staged, false, 1, kind);
+        holds(name(kind), record<Half>(shape, {parts_here, parts_there}));
+        for (const Call& call : {parts_here, there, parts_there, two, parts_there, here})
+          mixture.push_back(call);
       }
+      CHECK(proven(mixture));
+      // Twice: the next call uses the tensors again.
+      for (const Kind kind : kLocated)
+        for (const bool in_place : {true, false}) {
+          const Call call = located(shape, staged, in_place, in_place ? slices : 1, kind);
+          CHECK(!order(record<Half>(shape, {call, call}, kWeakPublish)).races.empty());
+          CHECK(!order(record<Half>(shape, {call, call}, kWeakObserve)).races.empty());
+          if (shape.lanes == 1) continue;
+          races("located without a barrier before a flag",
+                record<Half>(shape, {call, call}, {.forgets_sync = true}));
+          races("located without a barrier after a wait",
+                record<Half>(shape, {call, call}, {.forgets_any = true}));
+        }
     }
   }
   for (const int ranks : {2, 4, 8}) {
@@ -209,8 +225,10 @@ TEST(every_state_of_small_located_calls) {
     Call one = callOf(DeviceAlgorithm::kOneShot, shape, 2);
     Call two = callOf(DeviceAlgorithm::kTwoShot, shape, 2);
     Call some = located(shape, 0b01100011, true, 3), none = located(shape, kMapped, false);
-    for (Call* call : {&one, &two, &some, &none}) call->fixed = true;
-    CHECK(order(record<Half>(shape, {one, two, some, none, two, none, some, one})).proven());
+    Call scatter = located(shape, 0b01100011, true, 2, kReduceScatter);
+    for (Call* call : {&one, &two, &some, &none, &scatter}) call->fixed = true;
+    CHECK(order(record<Half>(shape, {one, two, some, none, scatter, two, none, scatter, some, one}))
+              .proven());
   }
 }
 
@@ -220,53 +238,100 @@ TEST(mistakes_with_locations_are_found) {
   const Shape shape{.ranks = 2, .lanes = 2, .slot_bytes = 512};
   const DeviceLayout layout{
       .ranks = 2, .channels = 1, .slot_bytes = 512, .depth = 2, .part_bytes = 512};
-  Call call = callOf(DeviceAlgorithm::kTwoShot, shape, 2);
-  call.located = true;
-  const Program right = record<Half>(shape, {call, call});
-  CHECK(order(right).proven());
   const auto isFlag = [&](DeviceLayout::Of of) {
     return [&layout, of](size_t flag) {
       return flag >= layout.pushedFlag(0, of, 0) && flag <= layout.pushedFlag(0, of, 1);
     };
   };
-  races("a location after its flag", hasty(right, isFlag(DeviceLayout::Of::kParts)));
-  races("results before the sums", hasty(right, isFlag(DeviceLayout::Of::kResults)));
-  // By the mapping thread of a rank whose own tensors nobody maps: it has not waited for the
-  // thread.
-  Call one_sided = call;
-  one_sided.staged = 0b1100;
-  CHECK(order(record<Half>(shape, {one_sided})).proven());
-  races("acknowledged before it is mapped",
-        record<Half>(shape, {one_sided}, {.acknowledges_early = true}));
-
-  Program impatient = right;
-  for (auto& lane : impatient.lanes)
-    std::erase_if(lane, [&](const Step& step) {
-      return step.what == Do::kWait && step.at / kRegion < 2 &&
-             isFlag(DeviceLayout::Of::kResults)(step.at % kRegion);
-    });
-  races("a tensor used again before all results", impatient);
-
   // Regions: the ranks' memory, their two tensors each, their tables.
   const auto isTable = [](const Range& range) {
     return range.begin / kRegion == 6 || range.begin / kRegion == 7;
   };
-  Program early = record<Half>(shape, {one_sided});
-  size_t moved = 0;
-  for (auto& lane : early.lanes)
-    for (size_t i = 1; i < lane.size(); ++i) {
-      if (lane[i].what != Do::kAccess || lane[i - 1].what != Do::kWait) continue;
-      Step looks{.what = Do::kAccess};
-      std::erase_if(lane[i].reads, [&](const Range& range) {
-        if (isTable(range)) looks.reads.push_back(range);
-        return isTable(range);
+  for (const Kind kind : {Kind::kAllReduce, Kind::kReduceScatter, Kind::kAllGather}) {
+    Call call = kind == Kind::kAllReduce ? callOf(DeviceAlgorithm::kTwoShot, shape, 2)
+                                         : callOf(kind, shape, 2);
+    call.located = true;
+    const Program right = record<Half>(shape, {call, call});
+    CHECK(order(right).proven());
+    races("a location after its flag", hasty(right, isFlag(DeviceLayout::Of::kParts)));
+    races("results before the sums", hasty(right, isFlag(DeviceLayout::Of::kResults)));
+    // By the mapping thread of a rank whose own tensors nobody maps: it has not waited for the
+    // thread.
+    Call one_sided = call;
+    one_sided.staged = 0b1100;
+    CHECK(order(record<Half>(shape, {one_sided})).proven());
+    races("acknowledged before it is mapped",
+          record<Half>(shape, {one_sided}, {.acknowledges_early = true}));
+
+    Program impatient = right;
+    for (auto& lane : impatient.lanes)
+      std::erase_if(lane, [&](const Step& step) {
+        return step.what == Do::kWait && step.at / kRegion < 2 &&
+               isFlag(DeviceLayout::Of::kResults)(step.at % kRegion);
       });
-      if (looks.reads.empty()) continue;
-      lane.insert(lane.begin() + static_cast<ptrdiff_t>(i) - 1, looks);
-      ++i, ++moved;
+    races("a tensor used again before all results", impatient);
+
+    Program early = record<Half>(shape, {one_sided});
+    size_t moved = 0;
+    for (auto& lane : early.lanes)
+      for (size_t i = 1; i < lane.size(); ++i) {
+        if (lane[i].what != Do::kAccess || lane[i - 1].what != Do::kWait) continue;
+        Step looks{.what = Do::kAccess};
+        std::erase_if(lane[i].reads, [&](const Range& range) {
+          if (isTable(range)) looks.reads.push_back(range);
+          return isTable(range);
+        });
+        if (looks.reads.empty()) continue;
+        lane.insert(lane.begin() + static_cast<ptrdiff_t>(i) - 1, looks);
+        ++i, ++moved;
+      }
+    CHECK(moved > 0);
+    races("a look into the table before the flag", early);
+  }
+}
+
+// In the NVSwitch, beside calls that use the same flags.  The windows are watched too.
+TEST(every_state_of_small_sums_in_the_switch) {
+  const auto inSwitch = [](const Shape& shape, size_t tiles, bool in_place = true) {
+    Call call = callOf(DeviceAlgorithm::kTwoShot, shape, tiles);
+    call.in_place = in_place;
+    call.nvls = true;
+    return call;
+  };
+  for (const Shape& shape :
+       {Shape{.ranks = 2, .lanes = 2, .slot_bytes = 512}, Shape{.ranks = 3, .slot_bytes = 512},
+        Shape{.ranks = 2, .channels = 2, .slot_bytes = 512}}) {
+    const Call one = inSwitch(shape, 1), two = inSwitch(shape, 2),
+               there = inSwitch(shape, 2, false);
+    // Cut in another way: blocks get each other's places in the window.
+    Call wide = inSwitch(shape, 1);
+    wide.slice *= 2;
+    wide.channels = 1;
+    const Call pushed = callOf(DeviceAlgorithm::kTwoShot, shape, 2);
+    holds("in the switch", record<Half>(shape, {one, there}));
+    CHECK(order(record<Half>(shape, {two, wide, one, wide, there, two})).proven());
+    CHECK(order(record<Half>(shape, {two, pushed, there, pushed, pushed, one})).proven());
+    for (const Call& call : {one, there}) {
+      CHECK(!order(record<Half>(shape, {call}, kWeakPublish)).races.empty());
+      CHECK(!order(record<Half>(shape, {call}, kWeakObserve)).races.empty());
+      if (shape.lanes == 1) continue;
+      races("in the switch without a barrier before a flag",
+            record<Half>(shape, {call}, {.forgets_sync = true}));
+      races("in the switch without a barrier after a wait",
+            record<Half>(shape, {call}, {.forgets_any = true}));
     }
-  CHECK(moved > 0);
-  races("a look into the table before the flag", early);
+    // Each of the two flags is needed: published before the copy in, or before the sums.
+    const DeviceLayout layout{.ranks = shape.ranks,
+                              .channels = shape.channels,
+                              .slot_bytes = shape.slot_bytes,
+                              .depth = shape.depth,
+                              .part_bytes = shape.slot_bytes};
+    for (const auto of : {DeviceLayout::Of::kParts, DeviceLayout::Of::kResults})
+      CHECK(!order(hasty(record<Half>(shape, {two}), [&](size_t flag) {
+               return flag >= layout.pushedFlag(0, of, 0) &&
+                      flag <= layout.pushedFlag(0, of, shape.ranks - 1);
+             })).races.empty());
+  }
 }
 
 // LL's words carry their flags.  What has to be shown is that none is written over while a peer may

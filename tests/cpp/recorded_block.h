@@ -240,6 +240,17 @@ class Block {
     tape->write(&at, sizeof at);
     if (shownAt(at) != value) throw std::runtime_error("a lane shows another value");
   }
+  template <DType>
+  Pack loadSum(const Pack* from) {
+    for (int r = 0; r < nvlink::Windows::ranksAt(from); ++r)
+      load(nvlink::Windows::placeAt(from, r));
+    return {};
+  }
+  void storeAll(Pack* to, Pack value) {
+    for (int r = 0; r < nvlink::Windows::ranksAt(to); ++r)
+      store(nvlink::Windows::placeAt(to, r), value);
+  }
+  void fenceAliases() {}  // for ptx_model.py
   static uint64_t nanoseconds() { return 0; }
   static void pause() {}
 
@@ -281,7 +292,8 @@ struct Call {
   bool two_hops = false;  // a broadcast in two hops
   bool fixed = false;     // an all-reduce of 2, 4 or 8 ranks by kernels for that number
   bool ll = false;        // the same by LL
-  bool located = false;   // an all-reduce of tensors where they are
+  bool located = false;   // on tensors where they are; no broadcast
+  bool nvls = false;      // an all-reduce in the NVSwitch
   uint32_t staged = 0;    // whose inputs (bit 2 r) and outputs (bit 2 r + 1) peers do not map
 
   size_t parts(int ranks) const {
@@ -329,6 +341,7 @@ Program record(const Shape& shape, const std::vector<Call>& calls, const Mutant&
     regions.add(ranks.comm(r).table, size(shape.ranks) * kMostSegments * sizeof(SegmentEntry));
   std::vector<PeerTensors> shared(size(shape.ranks * shape.channels));
   regions.add(shared.data(), shared.size() * sizeof(PeerTensors));
+  for (int r = 0; r < shape.ranks; ++r) regions.add(ranks.window(r).own, nvlink::Windows::kBytes);
   // A segment for each buffer, known to all ranks, with the address that each finds there.
   heard.clear();
   segments.clear();
@@ -392,7 +405,8 @@ Program record(const Shape& shape, const std::vector<Call>& calls, const Mutant&
     };
     // Where peer p's tensors are, and what it says of them.
     const auto mapped = [&](int p, int output) {
-      return (call.staged >> (2 * p + output) & 1) == 0;
+      const bool peers_touch_it = output ? !scatters : !gathers;
+      return peers_touch_it && (call.staged >> (2 * p + output) & 1) == 0;
     };
     const auto locationOf = [&](int p) {
       const auto place = [&](int output) {
@@ -405,14 +419,20 @@ Program record(const Shape& shape, const std::vector<Call>& calls, const Mutant&
     std::vector<PeerTensors> tensors;
     for (size_t turn = 0; call.located && turn < kMostTurns; ++turn) {
       PeerTensors& now = tensors.emplace_back();
-      const size_t begin = Cut{call.count, shape.ranks}
-                               .slice(r, call.slice, turn * size(call.channels) + size(c))
-                               .begin;
+      const size_t chunk =
+          scatters || gathers ? call.count : Cut{call.count, shape.ranks}.chunkSize();
+      const Span whole = piece(call.parts(shape.ranks) * call.count, chunk, size(r));
+      const size_t begin =
+          whole.begin + piece(whole.size, call.slice, turn * size(call.channels) + size(c)).begin;
       for (int p = 0; p < shape.ranks; ++p) {
         const auto at = [&](int output) {
           if (!mapped(p, output) && (p != r || call.shift * kWidth % sizeof(Pack) != 0))
             return comm.base[p] + comm.layout.window() +
                    size(r * call.channels + c) * call.slice * kWidth;
+          if (!mapped(p, output)) {  // its own, which may be its part alone
+            const bool alone = output ? scatters : gathers;
+            return (output ? out : in) + (begin - (alone ? whole.begin : 0)) * kWidth;
+          }
           std::byte* const user =
               reinterpret_cast<std::byte*>(users[2 * size(p) + size(output && !one)].data());
           return user + (call.shift + begin) * kWidth;
@@ -445,6 +465,9 @@ Program record(const Shape& shape, const std::vector<Call>& calls, const Mutant&
                                            call.channels);
         if constexpr (P > 0)
           if (call.ll) return llBlock<E, Rules, P>(block, comm, rank_call, c, call.channels);
+        if constexpr (P == 0 && hasNvlsKernel(E::kDType))
+          if (call.nvls)
+            return nvlsBlock<E, Rules>(block, comm, rank_call, ranks.window(r), c, call.channels);
         if (call.algorithm == kOneShot)
           allReduceBlock<kOneShot, E, Rules, P>(block, comm, rank_call, c, call.channels);
         else if (call.algorithm == kTwoShot)
@@ -453,9 +476,12 @@ Program record(const Shape& shape, const std::vector<Call>& calls, const Mutant&
           allReduceBlock<kRing, E, Rules>(block, comm, rank_call, c, call.channels);
       };
       const int fixed = call.fixed || call.ll ? shape.ranks : 0;
-      if (call.kind == Kind::kAllGather || call.kind == Kind::kBroadcast)
+      if (gathers && call.located)
+        locatedGatherBlock<kWidth, Rules>(block, comm, rank_call, location, here_shared, c,
+                                          call.channels);
+      else if (gathers || call.kind == Kind::kBroadcast)
         gatherBlock<kWidth, Rules>(block, rank_call, c, call.channels);
-      else if (!E::kFloating || fixed == 0)
+      else if (!E::kFloating || fixed == 0 || call.nvls)
         run.template operator()<0>();
       if constexpr (E::kFloating) {
         if (fixed == 2) run.template operator()<2>();

@@ -43,6 +43,17 @@ struct Case {
     });
     return result;
   }
+  // SUM or AVG of the first n elements as the switch of nvlink_switch.h gives it: added in the
+  // order of ranks, and rounded before AVG divides.
+  Bytes inRankOrder(size_t n) const {
+    Bytes result = expected(dtype, ReduceOp::kSum, addends, P, P);
+    result.resize(n * width());
+    for (size_t i = 0; i < n && op == ReduceOp::kAvg; ++i) {
+      unsigned char* element = &result[i * width()];
+      writeFloat(dtype, element, round(dtype, readFloat(dtype, element) / P));
+    }
+    return result;
+  }
   void expect(const Bytes& got, const Bytes& wanted, const char* what) const {
     if (got.size() != wanted.size() ||
         !same(dtype, got.data(), wanted.data(), got.size() / width()))

@@ -31,14 +31,20 @@ struct Direct {
   std::vector<int> own = {};
   size_t pieces = 1;
   bool one_half = false;  // as in replays of a graph of one call
+  bool mixed = false;     // some ranks' tensors are staged, by turns, and `staged` does not matter
+  // Of the lists in which ranks tell where tensors are.  A host is a call ahead of its stream.
+  size_t places = 2;
+  bool tells_late = false;  // behind `ready`
 };
 constexpr int kAllReduces = -2;  // in `own`
 
-// Each rank has two halves that its peers map, an input and an output.
+// Each rank has two halves that its peers map, an input and an output, and a list.
 constexpr size_t kCount = 1000;
-enum class Buffer : uint8_t { kFirst, kSecond, kInput, kOutput };
+enum class Buffer : uint8_t { kFirst, kSecond, kInput, kOutput, kTold, kFound };
+constexpr size_t kBuffers = 6;
 Range at(int rank, Buffer buffer, Span elements = {0, kCount}) {
-  const size_t begin = (static_cast<size_t>(rank) * 4 + static_cast<size_t>(buffer)) * kCount;
+  const size_t begin =
+      (static_cast<size_t>(rank) * kBuffers + static_cast<size_t>(buffer)) * kCount;
   return {begin + elements.begin, begin + elements.end()};
 }
 Range halfOf(int rank, const ScheduleStep& step, Span elements) {
@@ -59,13 +65,20 @@ void add(std::vector<Step>& lane, const Direct& d, int rank, int i, const Mistak
   const Buffer mine = d.in_place ? Buffer::kInput : Buffer::kOutput;
   // Leaders may write the sums where the addends were, which is the harder case.
   const int root = d.own.empty() ? kAllReduces : d.own[static_cast<size_t>(i) % d.own.size()];
-  const std::vector<Span> pieces = piecesOf(kCount, ceilDiv(kCount, staged ? d.pieces : 1));
+  const std::vector<Span> pieces = piecesOf(kCount, ceilDiv(kCount, d.pieces));
+  const auto stages = [&](int r) { return d.mixed ? (r + i) % 2 == 0 : staged; };
+  const auto told = [&](int r, int call) {
+    return at(r, Buffer::kTold, {static_cast<size_t>(call) % d.places, 1});
+  };
+  bool tells = true;
   const uint64_t first = d.first + static_cast<uint64_t>(i) * (d.one_half ? kHalves : d.pieces);
-  List list = root == kAllReduces ? directSchedule(rank, d.ranks, pieces, first, shared, staged)
-                                  : ownSchedule(rank, d.ranks, pieces, first, root);
+  List list = root == kAllReduces
+                  ? directSchedule(rank, d.ranks, pieces, first, shared, stages(rank))
+                  : ownSchedule(rank, d.ranks, pieces, first, root);
   mistake(list);
   // The user's kernels in the same stream write the input first and read the output last.
   then(lane, {.what = Do::kAccess, .writes = {at(rank, Buffer::kInput)}});
+  if (i == 0 && !d.tells_late) then(lane, {.what = Do::kAccess, .writes = {told(rank, 0)}});
   for (const ScheduleStep& step : list) {
     const size_t word = wordOf(d, waiterOf(step), wordIndex(step, d.ranks));
     switch (step.what) {
@@ -77,6 +90,12 @@ void add(std::vector<Step>& lane, const Direct& d, int rank, int i, const Mistak
         break;
       case What::kSet:
         then(lane, on(Do::kSet, word));
+        if (step.word == Word::kReady && root == kAllReduces && std::exchange(tells, false))
+          then(lane, {.what = Do::kAccess, .writes = {told(rank, i + !d.tells_late)}});
+        break;
+      case What::kLook:
+        for (int r = 0; r < d.ranks; ++r)
+          if (r != rank) then(lane, moves(told(r, i), at(rank, Buffer::kFound)));
         break;
       case What::kAwait:
         then(lane, on(Do::kAwait, word));
@@ -88,14 +107,16 @@ void add(std::vector<Step>& lane, const Direct& d, int rank, int i, const Mistak
         for (int r = 0; root != kAllReduces && r < d.ranks; ++r)
           if (root == kEverybody || r == root)
             then(lane, moves(halfOf(r, step, step.piece), at(rank, mine, step.piece)));
+        if (root == kAllReduces)
+          then(lane, {.what = Do::kAccess, .reads = {at(rank, Buffer::kFound)}});
         for (int r = 0; root == kAllReduces && r < d.ranks; ++r)
-          if (staged)
+          if (stages(r))
             then(lane, moves(halfOf(r, step, step.elements), halfOf(r, step, step.elements)));
           else
             then(lane, moves(at(r, Buffer::kInput, step.elements), at(r, mine, step.elements)));
         break;
       case What::kDeliver:
-        if (staged && root == kAllReduces)
+        if (stages(rank) && root == kAllReduces)
           then(lane, moves(halfOf(rank, step, step.piece), at(rank, mine, step.piece)));
         break;
     }
@@ -213,6 +234,9 @@ TEST(every_state_of_the_direct_schedule) {
   holds("4 leaders",
         programOf({.ranks = 4, .calls = 2, .shared = true, .staged = true, .one_half = true}));
   holds("in place", programOf({3, 4, false, false, 1, true}));
+  for (const bool shared : {false, true})
+    holds("some staged, some not",
+          programOf({.ranks = 3, .calls = 3, .shared = shared, .staged = false, .mixed = true}));
   holds("2 ranks, all kinds in turn", programOf({2, 8, false, true, 0, true, true}));
   holds("3 ranks, all kinds in turn", programOf({3, 4, true, true, 1, false, true}));
 }
@@ -244,7 +268,8 @@ TEST(all_executions_of_long_direct_schedules_are_in_order) {
                                            .first = ~uint64_t{0} - 3,
                                            .in_place = (kinds & 4) != 0,
                                            .alternates = (kinds & 8) != 0,
-                                           .pieces = 1 + static_cast<size_t>(kinds) % 3}));
+                                           .pieces = 1 + static_cast<size_t>(kinds) % 3,
+                                           .mixed = kinds % 3 == 1}));
       CHECK_EQ(proof.wrong, "");
       CHECK(proof.races.empty());
     }
@@ -354,6 +379,21 @@ TEST(mistakes_in_a_direct_schedule_are_found) {
   const Mistake after_free = late(take_ready, set_free);
   fails("ready is taken after free is set", lost, kShared, after_free);
   holds("the same, with rotating leaders", programOf(kRotating, after_free));
+  // Where tensors are told.
+  fails("looked up before it is told", race, [&](List& list) {
+    for (size_t i = 1; i < list.size(); ++i)
+      for (size_t k = i; list[k].what == What::kLook && await_ready(list[k - 1]); --k)
+        std::swap(list[k], list[k - 1]);
+  });
+  fails("looked up after free is set", race, late(is(What::kLook), set_free));
+  for (Direct d : {kRotating, kShared}) {
+    d.mixed = true;
+    d.tells_late = true;
+    fails("told when ready says that it is", race, d, [](List&) {});
+    d.tells_late = false;
+    d.places = 1;
+    fails("told in the place of a call under way", race, d, [](List&) {});
+  }
   // Where each rank leads for itself.
   for (const int root : {kEverybody, 1}) {
     const Direct own{

@@ -31,10 +31,24 @@ const Case& numbersOf(int P, DType dtype, ReduceOp op) {
   return cases.try_emplace({P, dtype, op}, P, dtype, op).first->second;
 }
 
+// Tensors that leaders use where they are, of an all-reduce: two bits for each rank.
+constexpr uint32_t kNone = 0, kAll = ~uint32_t{0};
+
 struct DirectMessage {
   Call call;
-  bool shared, staged;  // of an all-reduce; the others are always staged
-  size_t most = 0;      // of a part, elements or bytes, in a piece; 0: all
+  bool shared = true;
+  uint32_t located = kNone;
+  size_t most = 0;    // of a part, elements or bytes, in a piece; 0: all
+  int stranger = -1;  // a rank that makes another call
+
+  bool input(int r) const { return located >> (2 * r) & 1; }
+  bool output(int r) const { return located >> (2 * r + 1) & 1; }
+};
+
+// What else a mutant does.
+struct Mutations {
+  bool tells_late = false;   // where a tensor is, after `ready` says that it is told
+  bool tells_early = false;  // where the next one is, in the place that leaders may still read
 };
 
 // Ranks with a thread for a stream each.  `mistake` poisons the steps of each call.
@@ -43,10 +57,12 @@ class Streams {
   using Mistake = std::function<void(Steps&)>;
 
   Streams(
-      int P, uint64_t first, Mistake mistake = [](Steps&) {})
-      : P_(P), first_(first), mistake_(std::move(mistake)) {
+      int P, uint64_t first, Mistake mistake = [](Steps&) {}, Mutations mutations = {})
+      : P_(P), first_(first), mistake_(std::move(mistake)), mutations_(mutations) {
+    table_.resize(at(P) * kMostSegments);
     for (int r = 0; r < P; ++r) {
       states_.push_back(std::make_unique<HostState>());
+      told_.emplace_back(*states_.back(), kPlaces);
       for (int half = 0; half < kHalves; ++half)
         for (int p = 0; p < P; ++p) word(r, Word::kFree, half, p) = 1;
       staging_.emplace_back(kHalves * kHalf, 0);
@@ -55,7 +71,15 @@ class Streams {
 
   void add(const DirectMessage& m) {
     Entry& entry = calls_.emplace_back(m);
-    for (int r = 0; r < P_; ++r) entry.tensors.emplace_back(m.call, r);
+    for (int r = 0; r < P_; ++r) {
+      Tensors& tensors = entry.tensors.emplace_back(m.call, r);
+      Location& where = entry.locations.emplace_back();
+      where.what = calls_.size() + (r == m.stranger);
+      if (m.call.kind != Kind::kAllReduce) continue;
+      if (m.input(r)) where.in = enter(r, tensors.input(), m.call.partBytes());
+      if (m.output(r)) where.out = enter(r, tensors.output(), m.call.partBytes());
+    }
+    entry.ready.resize(at(P_));
   }
 
   // Runs all calls; `before(rank, call)` is called where a rank makes one.
@@ -63,8 +87,18 @@ class Streams {
     // An error of one ends the waits of all.
     ::ranks::inThreads(P_, [&](int r) {
       try {
+        const auto tell = [&](size_t i) {
+          if (i >= calls_.size()) return;
+          Location where = calls_[i].locations[at(r)];
+          calls_[i].ready[at(r)] = told_[at(r)].tell(where, i, false);
+          CHECK(where == calls_[i].locations[at(r)] || states_[at(r)]->abort.isSet(0));
+        };
+        tell(0);
         for (size_t i = 0; i < calls_.size(); ++i) {
           before(r, i);
+          // Its host is a call ahead.
+          if (mutations_.tells_early) states_[at(r)]->finished.publish(i + 1);
+          if (!mutations_.tells_early) tell(i + 1);
           const DirectMessage& m = calls_[i].message;
           const size_t all = m.call.moves() ? m.call.partBytes() : m.call.count;
           const size_t most = m.most > 0 ? m.most : std::max<size_t>(all, 1);
@@ -72,14 +106,16 @@ class Streams {
           const int root = m.call.kind == Kind::kBroadcast ? m.call.root : kEverybody;
           const uint64_t first = first_ + schedules_[at(r)];
           Steps steps = m.call.kind == Kind::kAllReduce
-                            ? directSchedule(r, P_, pieces, first, m.shared, m.staged)
+                            ? directSchedule(r, P_, pieces, first, m.shared, !m.input(r))
                             : ownSchedule(r, P_, pieces, first, root);
           mistake_(steps);
           for (const ScheduleStep& step : steps) {
             mutants::randomDelay();
             perform(r, calls_[i], step);
+            if (mutations_.tells_early && &step == &steps.back() - steps.size() / 2) tell(i + 1);
           }
           schedules_[at(r)] += pieces.size();
+          states_[at(r)]->finished.publish(i + 1);
         }
         ++over_;
       } catch (...) {
@@ -96,7 +132,7 @@ class Streams {
     for (int r = 0; r < P_; ++r) setAbort(r);
   }
   void releaseWaits(int rank) {
-    for (HostState::Line& line : states_[at(rank)]->words)
+    for (StreamWord& line : states_[at(rank)]->words)
       std::atomic_ref(line.word).store(kReleased, std::memory_order_release);
   }
   void releaseWaits() {
@@ -112,6 +148,9 @@ class Streams {
   bool isPoisoned(size_t call, int rank) {
     const Bytes output = calls_[call].tensors[at(rank)].result();
     return std::all_of(output.begin(), output.end(), [](unsigned char b) { return b == 0xff; });
+  }
+  bool foundStranger(int rank) const {
+    return states_[at(rank)]->trouble.cause == static_cast<uint64_t>(Cause::kMismatch);
   }
   void expectRight(size_t call, int rank) { calls_[call].tensors[at(rank)].verify(); }
   void expectAllRight() {
@@ -132,8 +171,22 @@ class Streams {
     explicit Entry(const DirectMessage& m) : message(m) {}
     DirectMessage message;
     std::deque<Tensors> tensors;
+    std::vector<Location> locations;
+    std::vector<uint32_t> ready;  // what each rank sets its words to
   };
   static constexpr Shape kKernel{1, 2, 2};
+  static constexpr uint32_t kPlaces = 2;  // of calls under way
+
+  // Makes a tensor known as one in a segment of its own, behind something else.
+  Place enter(int r, unsigned char* data, size_t bytes) {
+    constexpr size_t kBefore = 64;
+    const uint64_t number = ++segments_;
+    table_[at(r) * kMostSegments + number % kMostSegments] = {
+        .number = number,
+        .data = reinterpret_cast<std::byte*>(data) - kBefore,
+        .bytes = bytes + kBefore};
+    return {.segment = number, .offset = kBefore};
+  }
 
   static size_t at(int i) { return static_cast<size_t>(i); }
   static std::byte* bytes(unsigned char* p) { return reinterpret_cast<std::byte*>(p); }
@@ -159,8 +212,17 @@ class Streams {
     switch (step.what) {
       case Do::kBegin:
         return std::atomic_ref(own.busy).store(1, std::memory_order_relaxed);
-      case Do::kSet:
-        return std::atomic_ref(word).store(1, std::memory_order_release);
+      case Do::kSet: {
+        const uint32_t value = step.word == Word::kReady ? entry.ready[at(r)] : 1;
+        Location* const told = value > kInHalf ? &own.told[value - kInHalf - 1] : nullptr;
+        const bool late = mutations_.tells_late && told;
+        if (late) *told = {};
+        std::atomic_ref(word).store(value, std::memory_order_release);
+        if (late) *told = entry.locations[at(r)];
+        return;
+      }
+      case Do::kLook:
+        return look(r, entry, step);
       case Do::kAwait:
         return await(word);
       case Do::kTake:
@@ -169,7 +231,7 @@ class Streams {
         const DirectMessage& m = entry.message;
         std::byte* output = bytes(entry.tensors[at(r)].output());
         const size_t size = m.call.outputParts() * m.call.partBytes();
-        const bool copies = m.call.kind == Kind::kAllReduce && m.staged;
+        const bool copies = m.call.kind == Kind::kAllReduce && !m.output(r);
         const bool keeps = m.call.kind == Kind::kBroadcast && m.call.root == r;
         const size_t width = copies ? m.call.numbers->width() : 0;
         const DeliverCall call{.from = copies ? staging(r, step.half) : nullptr,
@@ -194,6 +256,35 @@ class Streams {
                    ? compute<Element<DType::kFloat32>>(r, entry, step)
                    : compute<Element<DType::kBFloat16>>(r, entry, step);
     }
+  }
+
+  void look(int r, Entry& entry, const ScheduleStep& step) {
+    const DirectMessage& m = entry.message;
+    const size_t width = m.call.numbers->width();
+    LookCall call{.rank = r,
+                  .size = P_,
+                  .ready = &states_[at(r)]->words[wordIndex(Word::kReady, step.half, 0, P_)],
+                  .told = {},
+                  .half = {},
+                  .input = m.input(r) ? bytes(entry.tensors[at(r)].input()) : nullptr,
+                  .output = m.output(r) ? bytes(entry.tensors[at(r)].output()) : nullptr,
+                  .bytes = m.call.partBytes(),
+                  .begin = step.piece.begin * width,
+                  .what = entry.locations[at(r)].what,
+                  .table = table_.data(),
+                  .found = &found_[at(r)],
+                  .abort = {},
+                  .local = &local_[at(r)],
+                  .trouble = &states_[at(r)]->trouble,
+                  .operation = 0};
+    for (int p = 0; p < P_; ++p) {
+      call.told[p] = states_[at(p)]->told;
+      call.half[p] = staging(p, step.half);
+      call.abort[p] = &states_[at(p)]->abort;
+    }
+    host::run({1, 1, 2}, 1, [&](host::Block& block, int, int, size_t) {
+      Look<DeviceRules, host::Block>(block, call).run();
+    });
   }
 
   template <class Body>
@@ -255,26 +346,27 @@ class Streams {
                     .begin = step.elements.begin,
                     .elements = step.elements.size,
                     .first = step.piece.begin,
-                    .inputs = {},
-                    .outputs = {},
+                    .tensors = {},
                     .arithmetic = arithmetic,
-                    .abort = &states_[at(r)]->abort};
-    for (int p = 0; p < P_; ++p) {
-      call.inputs[p] = m.staged ? staged.base[p] : bytes(entry.tensors[at(p)].input());
-      call.outputs[p] = m.staged ? staged.base[p] : bytes(entry.tensors[at(p)].output());
-    }
+                    .abort = &states_[at(r)]->abort,
+                    .found = &found_[at(r)]};
     if (scatters)
       call =
           addParts(staged, entry.tensors[at(r)].output(), c.count, step.piece, width, arithmetic);
     inBlocks(r, [&](host::Block& block, int channel) {
-      direct<E>(block, call, channel, kKernel.blocks);
+      direct<E>(block, call, block.peers(), channel, kKernel.blocks);
     });
   }
 
   const int P_;
   const uint64_t first_;
   const Mistake mistake_;
+  const Mutations mutations_;
   std::vector<std::unique_ptr<HostState>> states_;
+  std::deque<ToldLocations> told_;
+  std::vector<SegmentEntry> table_;  // of all ranks, who share one memory
+  uint64_t segments_ = 0;
+  std::array<PeerTensors, kMostRanks> found_{};
   std::deque<Tensor> staging_;
   std::array<Local, kMostRanks> local_{};
   std::array<uint64_t, kMostRanks> schedules_{}, bytes_{};
@@ -283,14 +375,15 @@ class Streams {
   std::atomic<bool> broken_{false};
 };
 
-// Calls of all kinds in a row; only a message that is staged can be scaled.
+// Calls of all kinds in a row; only inputs that are staged can be scaled.
 void fill(Streams& streams, int P, int calls) {
   std::minstd_rand random(static_cast<unsigned>(P));
   for (int i = 0; i < calls; ++i) {
-    const bool staged = random() % 2 == 0, half = random() % 3 == 0;
-    const ReduceOp op = staged && random() % 3 == 0 ? ReduceOp::kPremulSum
-                        : half                      ? ReduceOp::kAvg
-                                                    : ReduceOp::kSum;
+    const bool scales = random() % 6 == 0, half = random() % 3 == 0;
+    const ReduceOp op = scales ? ReduceOp::kPremulSum : half ? ReduceOp::kAvg : ReduceOp::kSum;
+    constexpr uint32_t kOutputs = 0xaaaaaaaa;
+    const uint32_t which[] = {kNone, kAll, random() % 2 ? kOutputs : kAll / 3,
+                              static_cast<uint32_t>(random())};
     constexpr Kind kKinds[] = {Kind::kAllReduce, Kind::kAllReduce, Kind::kReduceScatter,
                                Kind::kAllGather, Kind::kBroadcast};
     const Kind kind = kKinds[random() % std::size(kKinds)];
@@ -303,10 +396,8 @@ void fill(Streams& streams, int P, int calls) {
                           .place = Alignment::kApart,
                           .root = static_cast<int>(random() % static_cast<unsigned>(P))},
                  .shared = random() % 2 == 0,
-                 .staged = staged || kind != Kind::kAllReduce,
-                 .most = (staged || kind != Kind::kAllReduce) && random() % 2 == 0
-                             ? kChunkElements << random() % 3
-                             : 0});
+                 .located = which[random() % 4] & (scales ? kOutputs : kAll),
+                 .most = random() % 2 == 0 ? kChunkElements << random() % 3 : 0});
   }
 }
 
@@ -319,15 +410,13 @@ void partsOf(Kind kind, int count, Streams::Mistake mistake) {
                           .numbers = &numbersOf(P, DType::kFloat32, ReduceOp::kSum),
                           .count = oracle::kMost / P,
                           .root = i % P},
-                 .shared = true,
-                 .staged = true,
                  .most = 512});
   streams.run();
   streams.expectAllRight();
 }
 
-void calls(int P, int count, Streams::Mistake mistake = [](Steps&) {}) {
-  Streams streams(P, ~uint64_t{0} - 5, std::move(mistake));
+void calls(int P, int count, Streams::Mistake mistake = [](Steps&) {}, Mutations mutations = {}) {
+  Streams streams(P, ~uint64_t{0} - 5, std::move(mistake), mutations);
   fill(streams, P, count);
   streams.run();
   streams.expectAllRight();
@@ -350,6 +439,22 @@ Streams::Mistake before(Do what, Word word, Do where) {
   };
 }
 
+// A leader looks before the owners are ready; and when it has told them that it is done.
+void looksEarly(Steps& steps) {
+  for (size_t i = 0; i < steps.size(); ++i)
+    for (size_t k = i; steps[i].what != Do::kTake && k > 0 && steps[k].what == Do::kLook &&
+                       steps[k - 1].what == Do::kAwait;
+         --k)
+      std::swap(steps[k], steps[k - 1]);
+}
+void looksLate(Steps& steps) {
+  for (size_t k = 0; k + 1 < steps.size(); ++k) {
+    const Do next = steps[k + 1].what;
+    if (steps[k].what == Do::kLook && (next == Do::kTake || next == Do::kLead || next == Do::kSet))
+      std::swap(steps[k], steps[k + 1]);
+  }
+}
+
 // The owner of a half waits for one of its readers.
 void awaitsOneReader(Steps& steps) {
   int last = -1;
@@ -364,7 +469,7 @@ void awaitsOneReader(Steps& steps) {
 // Rank 1 makes its third call only after the others have given up waiting for it.  The sums of that
 // call are nobody's, whoever gave up first.
 enum class GivesUp { kTogether, kAloneFirst };
-void late(bool staged, GivesUp how, Kind kind = Kind::kAllReduce) {
+void late(uint32_t located, GivesUp how, Kind kind = Kind::kAllReduce) {
   constexpr int P = 3;
   constexpr size_t kCalls = 6, kLate = 2;
   Streams streams(P, 0);
@@ -373,8 +478,7 @@ void late(bool staged, GivesUp how, Kind kind = Kind::kAllReduce) {
                           .numbers = &numbersOf(P, DType::kFloat32, ReduceOp::kSum),
                           .count = oracle::kMost / (kind == Kind::kAllReduce ? 1 : P) - i,
                           .root = 1},
-                 .shared = true,
-                 .staged = staged});
+                 .located = located});
   std::atomic<int> came = 0;
   std::atomic<bool> go_on = false;
   std::thread host([&] {
@@ -430,7 +534,11 @@ const mutants::Mutants kMutants{
            if (s.what == Do::kStage || s.what == Do::kLead) s.half = 0;
        });
      }},
-    {"one_rank_gives_up_alone", [] { late(true, GivesUp::kAloneFirst); }},
+    {"one_rank_gives_up_alone", [] { late(kNone, GivesUp::kAloneFirst); }},
+    {"told_too_late", [] { calls(3, 30, [](Steps&) {}, {.tells_late = true}); }},
+    {"told_in_a_place_in_use", [] { calls(3, 30, [](Steps&) {}, {.tells_early = true}); }},
+    {"looked_before_ready", [] { calls(3, 30, looksEarly); }},
+    {"looked_after_free", [] { calls(3, 30, looksLate); }},
 };
 
 }  // namespace
@@ -473,7 +581,7 @@ TEST(calls_of_parts_move_the_bytes_that_the_header_says) {
                         .in_place = in_place,
                         .root = 1};
         Streams streams(P, 0);
-        streams.add({.call = call, .shared = true, .staged = true, .most = 256});
+        streams.add({.call = call, .most = 256});
         streams.run();
         streams.expectAllRight();
         const auto p = static_cast<uint64_t>(P);
@@ -487,9 +595,29 @@ TEST(calls_of_parts_move_the_bytes_that_the_header_says) {
 
 TEST(who_gives_up_poisons_outputs_and_waits_no_more) {
   for (int again = 0; again < 5; ++again)
-    for (bool staged : {false, true}) late(staged, GivesUp::kTogether);
+    for (const uint32_t located : {kNone, kAll, 0b100110u}) late(located, GivesUp::kTogether);
   for (Kind kind : {Kind::kReduceScatter, Kind::kAllGather, Kind::kBroadcast})
-    late(true, GivesUp::kTogether, kind);
+    late(kNone, GivesUp::kTogether, kind);
+}
+
+// The leaders, of which there may be one, find it where a tensor is told; nothing else is at risk.
+TEST(a_rank_in_another_call_is_found_before_its_tensor_is_touched) {
+  constexpr int P = 3;
+  for (const bool shared : {false, true})
+    for (int stranger = 0; stranger < P; ++stranger) {
+      Streams streams(P, 0);
+      streams.add({.call = {.kind = Kind::kAllReduce,
+                            .numbers = &numbersOf(P, DType::kFloat32, ReduceOp::kSum),
+                            .count = 1000},
+                   .shared = shared,
+                   .located = kAll,
+                   .stranger = stranger});
+      streams.run();
+      for (int r = 0; r < P; ++r) {
+        CHECK(streams.isPoisoned(0, r));
+        CHECK_EQ(streams.foundStranger(r), shared || r == 0);
+      }
+    }
 }
 
 // Rank 1 makes its third broadcast only after the group has given up.  The root puts two more into
@@ -502,9 +630,7 @@ TEST(a_root_goes_on_until_it_is_two_pieces_ahead_of_a_reader) {
     streams.add({.call = {.kind = Kind::kBroadcast,
                           .numbers = &numbersOf(P, DType::kFloat32, ReduceOp::kSum),
                           .count = 700 + i,
-                          .root = 0},
-                 .shared = true,
-                 .staged = true});
+                          .root = 0}});
   std::atomic<int> came = 0;
   std::atomic<bool> go_on = false;
   std::thread host([&] {

@@ -122,6 +122,8 @@ class Rank {
             1);
       case Do::kSet:
         return set(word, 1);
+      case Do::kLook:  // all is staged
+        return;
       case Do::kTake:
         return set(word, 0);
       case Do::kAwait:
@@ -135,12 +137,12 @@ class Rank {
                         .begin = step.elements.begin,
                         .elements = step.elements.size,
                         .first = 0,
-                        .inputs = {},
-                        .outputs = {},
+                        .tensors = {},
                         .arithmetic = arithmetic,
                         .abort = &own().abort};
-        for (int r = 0; r < group_.size(); ++r) lead.inputs[r] = lead.outputs[r] = staging(r);
-        return direct<E>(block, lead, 0, 1);
+        for (int r = 0; r < group_.size(); ++r)
+          lead.tensors.input[r] = lead.tensors.output[r] = staging(r);
+        return direct<E>(block, lead, block.peers(), 0, 1);
       }
       case Do::kDeliver:
         return deliver(block,

@@ -402,7 +402,7 @@ TEST(all_ranks_are_told_before_a_stream_goes_on) {
           for (int r = 0; r < group.size(); ++r)
             for (int copy = 0; copy < AbortFlag::kCopies; ++copy)
               CHECK(rank.state(r).abort.isSet(copy));
-          for (HostState::Line& line : rank.own().words)
+          for (StreamWord& line : rank.own().words)
             CHECK_EQ(std::atomic_ref(line.word).load(), kReleased);
         }
         while (!group.failed()) std::this_thread::yield();

@@ -33,13 +33,14 @@ cuda::CommunicatorOptions together(bool yes = true) {
 // Inputs and outputs of all ranks, `at` elements into their buffers.
 class Data {
  public:
-  Data(const Case& what, bool in_place, size_t at = 0)
+  Data(const Case& what, bool in_place, size_t at = 0, bool own = false)
       : what_(what), in_place_(in_place), offset_(at * sizeOf(what.dtype)) {
     const size_t bytes = what.count * sizeOf(what.dtype);
     std::vector<std::byte> host(bytes + 1);
     for (int r = 0; r < what.ranks; ++r) {
-      inputs_.emplace_back(offset_ + bytes + 1);
-      outputs_.emplace_back(offset_ + bytes + 1);
+      for (auto* buffers : {&inputs_, &outputs_})
+        buffers->push_back(own ? one_process::ownBuffer(offset_ + bytes + 1)
+                               : gpu::Buffer(offset_ + bytes + 1));
       random_elements::fill(what.dtype, host.data(), 0, what.count, what.draw,
                             random_elements::keyOf(what.seed, r));
       gpu::must(
@@ -138,9 +139,9 @@ TEST(kernels_with_a_launch_a_rank) {
   }
 }
 
-TEST(direct_staged_and_on_registered_buffers) {
+TEST(direct_staged_and_on_mapped_tensors) {
   for (int P : {2, 3})
-    for (bool registered : {false, true})
+    for (bool mapped : {false, true})
       // The last goes in more pieces than staging memory has halves.
       for (size_t count : {size_t{1}, size_t{999}, size_t{500000}, size_t{18} << 20}) {
         const Case what{.ranks = P,
@@ -148,22 +149,22 @@ TEST(direct_staged_and_on_registered_buffers) {
                         .dtype = DType::kFloat32,
                         .op = ReduceOp::kSum,
                         .seed = next()};
-        const Data data(what, false, 3);  // outlives its mappings
+        const Data data(what, false, mapped ? 4 : 3, mapped);  // outlives its mappings
         const Ranks ranks(P, together(false), named("direct"));
-        if (registered) {
-          CHECK_EQ(ranks.registerBuffers(data.buffers(true), data.bufferBytes()), std::string());
-          CHECK_EQ(ranks.registerBuffers(data.buffers(false), data.bufferBytes()), std::string());
+        if (mapped) {
+          CHECK_EQ(ranks.map(data.buffers(true), data.bufferBytes()), std::string());
+          CHECK_EQ(ranks.map(data.buffers(false), data.bufferBytes()), std::string());
         }
         for (int i = 0; i < 3; ++i) ranks.apart(data.run(), Choice::kAuto);
         ranks.wait();
-        data.expectRight(registered ? "direct, registered" : "direct, staged");
+        data.expectRight(mapped ? "direct, mapped" : "direct, staged");
       }
 }
 
 // The last takes several windows, and several turns where it needs none.
-TEST(located_in_registered_buffers_and_in_windows) {
+TEST(located_in_mapped_memory_and_in_windows) {
   for (int P : {2, 3, 4})
-    for (bool registered : {false, true})
+    for (bool mapped : {false, true})
       for (size_t count : {size_t{1}, size_t{999}, size_t{500000}, size_t{9} << 20}) {
         if (P > 2 && count > 500000) continue;
         const Case what{.ranks = P,
@@ -171,15 +172,15 @@ TEST(located_in_registered_buffers_and_in_windows) {
                         .dtype = P == 4 ? DType::kInt32 : DType::kFloat32,
                         .op = ReduceOp::kSum,
                         .seed = next()};
-        const Data data(what, false, 2);  // outlives its mappings
+        const Data data(what, false, mapped ? 4 : 2, mapped);  // outlives its mappings
         const Ranks ranks(P, together(), named("located"));
-        if (registered) {
-          CHECK_EQ(ranks.registerBuffers(data.buffers(true), data.bufferBytes()), std::string());
-          CHECK_EQ(ranks.registerBuffers(data.buffers(false), data.bufferBytes()), std::string());
+        if (mapped) {
+          CHECK_EQ(ranks.map(data.buffers(true), data.bufferBytes()), std::string());
+          CHECK_EQ(ranks.map(data.buffers(false), data.bufferBytes()), std::string());
         }
         for (int i = 0; i < 2; ++i) ranks.apart(data.run(), Choice::kLocated);
         ranks.wait();
-        data.expectRight(registered ? "located, registered" : "located, in windows");
+        data.expectRight(mapped ? "located, mapped" : "located, in windows");
       }
 }
 

@@ -14,6 +14,7 @@
 // In place of the kernels, which nvcc compiles.
 namespace ringreduce::cuda {
 constexpr char kLL = 0, kFixed = 0;  // of a number of ranks: of them only LL need be told apart
+constexpr char kLocated = 0;         // or these
 constexpr char kAllReduce[kDeviceAlgorithms] = {};
 const Kernels& kernelsOf(DType dtype) {
   static const auto all = [] {
@@ -24,11 +25,15 @@ const Kernels& kernelsOf(DType dtype) {
       for (int a = 0; a < kDeviceAlgorithms; ++a)
         if (hasKernel(static_cast<DeviceAlgorithm>(a), of)) kernels.all_reduce[a] = &kAllReduce[a];
       if (hasFixedKernels(of))
-        for (FixedKernels& fixed : kernels.fixed) fixed = {&kFixed, &kFixed, &kFixed, &kLL};
+        for (FixedKernels& fixed : kernels.fixed) fixed = {&kFixed, &kFixed, &kLocated, &kLL};
+      kernels.located = &kLocated;
     }
     return made;
   }();
   return all[static_cast<size_t>(dtype)];
+}
+const void* lookKernel() {
+  return nullptr;
 }
 const void* deliverKernel() {
   return nullptr;
@@ -36,8 +41,15 @@ const void* deliverKernel() {
 const void* gatherKernel(int) {
   return nullptr;
 }
+const void* locatedGatherKernel(int) {
+  return &kLocated;
+}
 const void* carryKernel(int) {
   return nullptr;
+}
+const void* nvlsKernel(DType) {
+  static const char kernel = 0;
+  return &kernel;
 }
 }  // namespace ringreduce::cuda
 
@@ -49,6 +61,12 @@ using OfRank = std::function<void(cuda::HostCommunicator&, Group&, const GpuAllR
 
 CUstream_st* stream(uintptr_t number) {
   return reinterpret_cast<CUstream_st*>(number);
+}
+
+void expectNothingLeft() {
+  // A thread of its own closes the board.
+  for (int i = 0; i < 5000 && !fake::leftovers().empty(); ++i) ranks::sleepMs(1);
+  CHECK_EQ(fake::leftovers(), "");
 }
 
 // A communicator for each of `size` ranks: on a GPU each, whose kernels can wait for each other, or
@@ -75,9 +93,7 @@ void run(int size, bool apart, const OfRank& body) {
     CHECK(now() - begin < 4 * kSecond);
   });
   if (fake::hasRuins()) return;  // nothing can be given back there
-  // A thread of its own closes the board.
-  for (int i = 0; i < 5000 && !fake::leftovers().empty(); ++i) ranks::sleepMs(1);
-  CHECK_EQ(fake::leftovers(), "");
+  expectNothingLeft();
 }
 
 // Ends a test that ruins a GPU.
@@ -131,9 +147,8 @@ TEST(large_buckets_of_gradients_go_without_copies_where_gpus_are_linked) {
         const auto comm =
             cuda::HostCommunicator::create(group.shared_from_this(), group.rank(), {});
         const size_t least = linked ? comm->tuning().located_least : size_t{1} << 30;
-        CHECK_EQ(comm->gainsByRegistering(DType::kFloat32, least), linked);
-        CHECK_EQ(comm->gainsByRegistering(DType::kInt64, least), linked);
-        CHECK(!comm->gainsByRegistering(DType::kFloat32, least - 1));
+        CHECK_EQ(comm->usesOwnMemory(least), linked);
+        CHECK(!comm->usesOwnMemory(least - 1));
         group.run({Barrier{}});
       });
     }
@@ -151,7 +166,7 @@ TEST(links_to_gpus_that_a_rank_does_not_see_are_told_by_their_rate) {
       fake::see({group.rank()});
       const auto comm = cuda::HostCommunicator::create(group.shared_from_this(), 0, {});
       CHECK(comm->access() != MemoryAccess::kHost);
-      CHECK_EQ(comm->gainsByRegistering(DType::kFloat32, kLarge), !slow);
+      CHECK_EQ(comm->usesOwnMemory(kLarge), !slow);
       CHECK(comm->chosen(kLarge, DType::kFloat32) == (slow ? Choice::kRing : Choice::kTwoShot));
       group.run({Barrier{}});
     });
@@ -202,6 +217,55 @@ TEST(small_messages_go_by_ll) {
   fake::run_kernel = nullptr;
 }
 
+// FSDP's calls, of parts.
+TEST(long_parts_are_used_where_they_are_on_linked_gpus) {
+  static std::atomic<const void*> launched;
+  fake::run_kernel = [](const void* kernel, void**, int) { launched = kernel; };
+  fake::machine().gpus = 3;
+  alignas(16) static char memory[1024];
+  for (const int size : {2, 3})
+    for (const bool linked : {true, false})
+      for (const cuda::Choice wanted : {Choice::kAuto, Choice::kLocated, Choice::kTwoShot}) {
+        fake::machine().apart[0][1] = fake::machine().apart[1][0] = !linked;
+        peers::run(As::kThreads, size, [&](Group& group, int) {
+          const auto comm = cuda::HostCommunicator::create(group.shared_from_this(), group.rank(),
+                                                           {.algorithm = wanted, .access = {}});
+          const auto isLocated = [&](bool scatters, DType dtype, size_t all) {
+            const size_t count = all / static_cast<size_t>(size) / sizeOf(dtype);
+            char* const own = memory + static_cast<size_t>(group.rank()) * count * sizeOf(dtype);
+            group.run({Barrier{}});
+            launched = memory;
+            group.run({Barrier{}});
+            if (scatters)
+              comm->reduceScatter({.input = memory,
+                                   .output = own,
+                                   .count = count,
+                                   .dtype = dtype,
+                                   .op = ReduceOp::kSum},
+                                  stream(1));
+            else
+              comm->allGather({.input = own, .output = memory, .count = count, .dtype = dtype},
+                              stream(1));
+            CHECK(launched != memory);
+            return launched == &ringreduce::cuda::kLocated;
+          };
+          const size_t least = (size_t{8} << 20) * static_cast<size_t>(size);
+          for (const DType dtype : {DType::kFloat32, DType::kInt64}) {
+            const bool long_ones =
+                wanted == Choice::kLocated || (wanted == Choice::kAuto && linked);
+            CHECK_EQ(comm->usesOwnMemory(least), long_ones);
+            for (const bool scatters : {true, false}) {
+              CHECK_EQ(isLocated(scatters, dtype, least), long_ones);
+              CHECK_EQ(isLocated(scatters, dtype, size_t{1} << 20), wanted == Choice::kLocated);
+            }
+          }
+          CHECK(comm->wait(20 * kSecond));
+        });
+      }
+  fake::machine().apart[0][1] = fake::machine().apart[1][0] = false;
+  fake::run_kernel = nullptr;
+}
+
 // They have no other kernels.
 TEST(integers_and_truth_values_go_by_two_shot_whatever_is_asked_for) {
   static std::atomic<const void*> launched;
@@ -237,6 +301,88 @@ TEST(integers_and_truth_values_go_by_two_shot_whatever_is_asked_for) {
       }
       CHECK(comm->wait(20 * kSecond));
     });
+  fake::run_kernel = nullptr;
+}
+
+// Only where it is asked for, and for what it can add.
+TEST(the_switch_adds_what_it_can_where_it_is_asked_for) {
+  static std::atomic<const void*> launched;
+  fake::run_kernel = [](const void* kernel, void**, int) { launched = kernel; };
+  fake::machine().multicasts = true;
+  alignas(16) static char memory[1024];
+  using enum cuda::Choice;
+  for (const int size : {1, 2, 3})
+    for (const cuda::Choice wanted : {kNvls, kAuto}) {
+      fake::machine().gpus = size;
+      peers::run(As::kThreads, size, [&](Group& group, int) {
+        const auto comm = cuda::HostCommunicator::create(group.shared_from_this(), group.rank(),
+                                                         {.algorithm = wanted, .access = {}});
+        const auto callOf = [](DType dtype, ReduceOp op) {
+          return GpuAllReduce{
+              .input = memory, .output = memory, .count = 64, .dtype = dtype, .op = op};
+        };
+        const auto isAddedThere = [&](DType dtype, ReduceOp op) {
+          group.run({Barrier{}});
+          launched = memory;
+          group.run({Barrier{}});
+          comm->allReduce(callOf(dtype, op), stream(1));
+          group.run({Barrier{}});
+          return launched == nvlsKernel(dtype);
+        };
+        using enum ReduceOp;
+        const bool adds = wanted == kNvls && size > 1;
+        for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+          CHECK_EQ(comm->chosen(64, dtype) == kNvls, adds);
+          CHECK_EQ(isAddedThere(dtype, kSum), adds);
+          CHECK_EQ(isAddedThere(dtype, kAvg), adds);
+          CHECK(!isAddedThere(dtype, kMax));
+          CHECK(!isAddedThere(dtype, kPremulSum));
+        }
+        for (const DType dtype : {DType::kFloat64, DType::kInt32}) {
+          CHECK(!isAddedThere(dtype, kSum));
+          if (adds) CHECK(comm->chosen(64, dtype) == kTwoShot);
+        }
+        GpuAllReduce call = callOf(DType::kFloat32, kSum);
+        call.algorithm = kNvls;
+        if (!adds && size > 1)
+          CHECK(ranks::failureOf([&] { comm->allReduce(call, stream(1)); },
+                                 "nvls needs memory that is taken when") == Failure::kArgument);
+        CHECK(comm->wait(20 * kSecond));
+      });
+      expectNothingLeft();
+    }
+  fake::machine().multicasts = false;
+  fake::run_kernel = nullptr;
+}
+
+TEST(a_switch_that_is_not_there_is_missed_by_all_ranks_alike) {
+  struct Lacking {
+    int gpus;
+    bool multicasts;
+    const char* why;
+  };
+  for (const Lacking& lacking :
+       {Lacking{2, false, "no NVSwitch adds for its GPU"}, Lacking{1, true, "ranks share a GPU"}}) {
+    fake::machine().gpus = lacking.gpus;
+    fake::machine().multicasts = lacking.multicasts;
+    peers::run(As::kThreads, 2, [&](Group& group, int) {
+      const auto isSaid = [&](const char* words) {
+        const auto make = [&] {
+          cuda::HostCommunicator::create(
+              group.shared_from_this(), group.rank() % lacking.gpus,
+              {.algorithm = cuda::Choice::kNvls, .access = {}, .together = true});
+        };
+        return ranks::failureOf(make, words) == Failure::kSetup;
+      };
+      CHECK(isSaid("RINGREDUCE_CUDA_ALGORITHM=nvls asks the NVSwitch to add"));
+      CHECK(isSaid("leave the choice to auto"));
+      CHECK(isSaid("rank 0"));
+      CHECK(isSaid(lacking.why));
+      group.run({Barrier{}});  // it is as it was
+    });
+    expectNothingLeft();
+  }
+  fake::machine().multicasts = false;
   fake::run_kernel = nullptr;
 }
 

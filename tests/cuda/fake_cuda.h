@@ -29,6 +29,7 @@ struct Machine {
   double gigabytes_per_s[kMostGpus][kMostGpus] = {};  // read by one from the other; 0: 300
   bool loses_data = false;  // a GPU maps another's memory, but sees other memory there
   bool mps = false;         // FAKE_MPS
+  bool multicasts = false;  // FAKE_MULTICAST: an NVSwitch adds and multicasts
   int multiprocessors = 4;  // FAKE_MULTIPROCESSORS
   bool ends_long_kernels = false;
   bool bar1_is_full = false;  // there is no room to map memory of another process or GPU

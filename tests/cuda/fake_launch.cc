@@ -52,6 +52,7 @@ extern "C" {
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
   if (const auto e = fate()) return said(e);
   *attributes = {};
+  attributes->ptxVersion = attributes->binaryVersion = 90;
   return cudaSuccess;
 }
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* kernel,

@@ -43,6 +43,7 @@ Machine& machine() {
     if (const char* many = std::getenv("FAKE_MULTIPROCESSORS"))
       made.multiprocessors = std::atoi(many);
     made.mps = std::getenv("FAKE_MPS") != nullptr;
+    made.multicasts = std::getenv("FAKE_MULTICAST") != nullptr;
     if (const char* hides = std::getenv("FAKE_HIDES_MEMORY"))
       made.hides_memory = std::atoi(hides) != 0;
     made.registers = std::getenv("FAKE_REGISTERS_NOTHING") == nullptr;
@@ -167,6 +168,18 @@ int newMemory(int gpu, size_t bytes, unsigned exportable) {
   return fd;
 }
 
+int newMulticast(size_t bytes, unsigned exportable, unsigned gpus) {
+  const int fd = memfd_create("fake-multicast", MFD_CLOEXEC);
+  if (fd < 0 || ftruncate(fd, static_cast<off_t>(bytes + kTail)) != 0) undefined("no memfd");
+  withTail(fd, [&](Tail& tail) {
+    tail.gpu = -1;
+    tail.exportable = exportable;
+    tail.team.wanted = gpus;
+    return 0;
+  });
+  return fd;
+}
+
 char* show(int fd, size_t bytes, int gpu, void* place) {
   const bool lost =
       machine().loses_data && withTail(fd, [&](const Tail& tail) { return tail.gpu != gpu; });
@@ -206,8 +219,9 @@ struct sigaction signal_before;
 void onFault(int, siginfo_t* fault, void*) {
   if (const Range* range = world().find(fault->si_addr)) {
     const std::string_view text =
-        range->is_gone ? "fake CUDA: touched a mapping by IPC whose exporter has ended\n"
-                       : "fake CUDA: the host touched GPU memory\n";
+        range->is_gone        ? "fake CUDA: touched a mapping by IPC whose exporter has ended\n"
+        : range->is_multicast ? "fake CUDA: touched a multicast address without multimem\n"
+                              : "fake CUDA: the host touched GPU memory\n";
     (void)!write(STDERR_FILENO, text.data(), text.size());
   }
   sigaction(SIGSEGV, &signal_before, nullptr);  // it faults again on return
@@ -333,6 +347,7 @@ std::string leftovers() {
   add(w.reservations.size(), "reservations");
   add(w.handles.size(), "handles");
   add(w.registered.size(), "registrations");
+  add(w.bound.size(), "bindings");
   add(w.streams.size(), "streams");
   return text;
 }
@@ -344,6 +359,7 @@ void forgetLeftovers() {
   w.reservations.clear();
   w.handles.clear();
   w.registered.clear();
+  w.bound.clear();
   w.streams.clear();
 }
 

@@ -12,6 +12,7 @@
 #include <set>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "fake_cuda.h"
 
@@ -50,11 +51,23 @@ inline int currentOrdinal() {
 
 // ---- memory
 
+// Of a multicast object: the GPUs that were added, and what they have bound.
+struct Team {
+  unsigned wanted;  // GPUs; 0: it is memory
+  std::atomic<unsigned> added, bound;
+  struct Member {
+    std::atomic<int> gpu;  // plus 1
+    std::atomic<pid_t> pid;
+    std::atomic<int> fd;  // of its memory, in that process; plus 1
+  } members[kMostGpus];
+};
+
 // At the end of each memfd, shared by all processes that map it.
 struct Tail {
   int gpu;
   unsigned exportable;            // a CUmemAllocationHandleType
   std::atomic<pid_t> openers[8];  // processes that have it open by IPC
+  Team team;
 };
 Tail* tailOf(int fd);
 void drop(Tail* tail);
@@ -71,6 +84,7 @@ bool isOpen(const Tail& tail);
 
 // A new memfd, full of rubbish as GPU memory is.
 int newMemory(int gpu, size_t bytes, unsigned exportable);
+int newMulticast(size_t bytes, unsigned exportable, unsigned gpus);
 size_t bytesIn(int fd);
 // Maps it as `gpu` would, at `place` if that is not null.  Nobody can touch it before `reveal`.
 char* show(int fd, size_t bytes, int gpu, void* place = nullptr);
@@ -85,11 +99,15 @@ struct Range {
   size_t bytes;
   int gpu;  // whose memory
   int fd;
-  std::set<int> access = {};  // ordinals
-  int times = 1;              // opened
-  pid_t exporter = 0;         // of what is opened
-  bool is_gone = false;       // with the exporter
-  bool isMapped() const { return !is_gone && (kind != Kind::kVirtual || !access.empty()); }
+  std::set<int> access = {};        // ordinals
+  int times = 1;                    // opened
+  pid_t exporter = 0;               // of what is opened
+  bool is_gone = false;             // with the exporter
+  bool is_multicast = false;        // only `targets` may be touched
+  std::vector<char*> targets = {};  // where this process sees what is bound, once it was asked
+  bool isMapped() const {
+    return !is_multicast && !is_gone && (kind != Kind::kVirtual || !access.empty());
+  }
 };
 
 // Whether a GPU takes a grid of such a shape.
@@ -106,6 +124,7 @@ struct World {
   CUmemGenericAllocationHandle next_handle = 1;
   std::set<std::string> unmappers;  // names of the threads that have unmapped or closed memory
   std::set<CUstream> streams;
+  std::map<std::pair<ino_t, int>, int> bound;  // descriptors of memory, by object and GPU
   int working = 0;     // kernels and copies that run
   bool hidden = true;  // nobody can touch GPU memory
   Clock::time_point hidden_at = {};
@@ -133,6 +152,9 @@ class Working {
   Working(const Working&) = delete;
   Working& operator=(const Working&) = delete;
 };
+
+// Where this process sees the memory of all GPUs that a multicast address stands for.
+extern "C" int fakeMulticast(const void* address, void** places);
 
 void* driverFunction(const std::string& name);  // null if there is none
 

@@ -84,7 +84,7 @@ def kill_figure(lines: Lines) -> str:
     slowest: dict[str, float] = {}
     for line in lines:
         worst = max(float(seconds) for seconds in line["raised_s"])
-        what = line["mode"] + ", tensors mapped" * line["registered"]
+        what = line["mode"] + ", tensors mapped" * line["mapped"]
         slowest[what] = max(worst, slowest.get(what, 0.0))
     return "; ".join(f"{what}: raised after {s:.2f} s at most" for what, s in slowest.items())
 

@@ -16,7 +16,7 @@ and where they apply
                 through device memory, at the bandwidth of a copy in the same run
     algorithm   also "nccl"; "hop", one stream's wait and another process's write, H; "copy"
     raised_s    kill: how long each survivor took to raise; the mode of stopped ranks is "stop"
-    registered  kill: whether peers used the tensors of the killed rank where they were
+    mapped      kill: whether peers used the tensors of the killed rank where they were
     pids        kill: the processes, none of which may be on a GPU afterwards
     dram_bytes  bytes: what the algorithm's formula says that one launch moves.  Each launch is one
                 kernel, stands between cudaProfilerStart and Stop, and has its line, in order.

@@ -65,14 +65,24 @@ const Kernels& kernelsOf(DType dtype) {
   }();
   return all[static_cast<size_t>(dtype)];
 }
+const void* lookKernel() {
+  return nullptr;
+}
 const void* deliverKernel() {
   return pointerTo(hostDeliver);
 }
 const void* gatherKernel(int) {
   return nullptr;
 }
+const void* locatedGatherKernel(int) {
+  return nullptr;
+}
 const void* carryKernel(int) {
   return nullptr;
+}
+const void* nvlsKernel(DType) {
+  static const char kernel = 0;
+  return &kernel;
 }
 }  // namespace ringreduce::cuda
 
@@ -120,8 +130,6 @@ class HostCommunicator final : public GpuCommunicator {
     group_->run({all, c.timeout});
   }
   void broadcast(const GpuBroadcast&, CUstream_st*) override {}
-  std::string registerBuffer(void*, size_t, std::shared_ptr<void>) override { return ""; }
-  std::vector<std::shared_ptr<void>> unregisterBuffers(const Unused&) override { return {}; }
   std::shared_ptr<Local> local() const override { return local_; }
   void check() override {
     if (gives_up) group_->epoch()->arbiter->fail(Failure::kTimeout, 0, "a kernel gave up");
@@ -345,8 +353,7 @@ TEST(what_is_not_its_own_is_refused_and_the_group_goes_on) {
     call.op = ReduceOp::kBor;
     CHECK(failureOf([&] { rank.communicator.allReduce(call, stream()); }, "BOR") ==
           Failure::kArgument);
-    CHECK(rank.communicator.registerBuffer(data.data(), 40, nullptr).find("several hosts") !=
-          std::string::npos);
+    CHECK(!rank.communicator.usesOwnMemory(size_t{1} << 30));
     CHECK(rank.communicator.bytes() > 1000 && rank.communicator.bytes() < size_t{24} << 20);
     rank.communicator.allReduce(sumOf(data), stream());
     CHECK(rank.communicator.wait(20 * kSecond));

@@ -42,11 +42,14 @@ FAMILIES = {
     "fixedKernelILNS0_15DeviceAlgorithmE1": "fixed-twoshot",
     "locatedKernel": "located",
     "llKernel": "ll",
+    "nvlsKernelOf": "nvls",
     "directKernel": "direct",
     "copyInKernel": "copy-in",
     "ringStepKernel": "ring-step",
+    "lookKernel": "look",
     "deliverKernel": "deliver",
     "gatherKernel": "gather",
+    "locatedGatherKernel": "located-gather",
     "carryKernel": "carry",
 }
 MEASURED = "sm_90"  # the GPU that kernel_limits.txt counts registers and metadata for
@@ -238,10 +241,14 @@ PTX_STRONG = {
 }
 # LL's words, which carry their own flags.
 PTX_WORDS = {"st": "st.relaxed.sys.v2.u64", "ld": "ld.relaxed.sys.v2.u64"}
+# The packs that the NVSwitch adds, and stores to all ranks.
+PTX_SWITCH = {"st": "multimem.st.relaxed.sys.", "ld": "multimem.ld_reduce.relaxed.sys.add."}
 
 
 def is_pack(step: Step, word: str) -> bool:
     """A weak access of 16 bytes: only elements are so wide, not the words that describe a call."""
+    if step.opcode.startswith(PTX_SWITCH[word]):
+        return True
     return bool(re.match(rf"{word}(\.global)?\.(v4\.[bfus]32|v2\.[bfus]64)$", step.opcode))
 
 
@@ -259,8 +266,9 @@ def lint_ptx(kernel: Kernel, limits: dict[str, int]) -> Problems:
         if ".nc" in step.opcode:
             yield f"loads without coherence: {step.opcode}"
         strong = re.search(ORDERS, step.opcode)
-        words = PTX_WORDS.values() if kernel.family == "ll" else ()
-        if strong and step.opcode not in PTX_STRONG and step.opcode not in words:
+        others = {"ll": PTX_WORDS, "nvls": PTX_SWITCH}.get(kernel.family, {})
+        is_other = step.opcode.startswith(tuple(others.values()))
+        if strong and step.opcode not in PTX_STRONG and not is_other:
             yield f"orders memory in another way than the protocol: {step.opcode}"
     yield from against_limits(kernel, limits)
     # A thread that claims the cause of a failure reports what it has stored itself.
@@ -271,6 +279,14 @@ def lint_ptx(kernel: Kernel, limits: dict[str, int]) -> Problems:
         is_release,
     ):
         yield "may store a flag after data of other threads without a barrier in between"
+    # By ordinary addresses and by multicast ones: one is the alias of the other.
+    if kernel.family == "nvls" and unordered(
+        kernel,
+        lambda s: is_pack(s, "st"),
+        lambda s: s.opcode == "fence.proxy.alias" or s.opcode.startswith("atom."),
+        is_release,
+    ):
+        yield "may store a flag after data without a fence between aliases"
     if loads := unordered(
         kernel,
         lambda s: s.opcode.startswith("ld.acquire.sys"),
@@ -324,7 +340,7 @@ def lint_sass(kernel: Kernel, limits: dict[str, int]) -> Problems:
         if re.match(r"LD.*\.CONSTANT", step.opcode):
             yield f"loads without coherence: {step.opcode}"
         if ".STRONG.SYS" in step.opcode and (is_load(step) or is_store(step)):
-            if is_words(step) and kernel.family == "ll":
+            if is_words(step) and kernel.family in ("ll", "nvls"):  # or packs for all ranks
                 continue
             if not is_flag(step):
                 yield f"accesses a flag that is not of 64 bits: {step.opcode}"
@@ -525,6 +541,18 @@ SEEDED = [
         0,
         "ll",
     ),
+    Seed("no fence before a farewell", "PTX", r"fence\.proxy", None, "between aliases", 0, "nvls"),
+    Seed("no fence after the copy in", "PTX", r"fence\.proxy", None, "between aliases", 1, "nvls"),
+    Seed("no fence after the sums", "PTX", r"fence\.proxy", None, "between aliases", 2, "nvls"),
+    Seed(
+        "packs for all ranks at the GPU's scope",
+        "PTX",
+        r"multimem\.st",
+        "multimem.st.relaxed.gpu.v4.f32",
+        "another way",
+        0,
+        "nvls",
+    ),
     Seed(
         "LL's words one by one",
         "SASS",
@@ -557,7 +585,7 @@ def every_barrier(kernel: Kernel) -> Iterator[Seed]:
 
 
 def try_seeds(kernels: list[Kernel], verbose: bool) -> list[str]:
-    """Puts every mistake into two-shot or LL of float32; returns what the rules did not notice.
+    """Puts every mistake into some kernels of float32; returns what the rules did not notice.
 
     A compiler may make more flags or barriers than the limits ask for.  So the limits are here what
     the kernel has, and one less is a mistake.
@@ -565,8 +593,10 @@ def try_seeds(kernels: list[Kernel], verbose: bool) -> list[str]:
     missed = []
     tried = set()
     for kernel in kernels:
-        if kernel.family not in ("twoshot", "ll") or kernel.dtype != "float32":
+        if kernel.family not in ("twoshot", "ll", "nvls") or kernel.dtype != "float32":
             continue
+        if kernel.family == "nvls" and not any("multimem" in s.opcode for s in kernel.steps):
+            continue  # for GPUs that have no multicast addresses
         if kernel.family == "twoshot":
             tried.add((kernel.form, kernel.architecture))
         own = counts(kernel)

@@ -4,16 +4,19 @@
 
 #include <cuda_runtime_api.h>
 
+#include <chrono>
 #include <functional>
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
 #include "../cpp/ranks.h"
 #include "cuda/communicator/host_communicator.h"
 #include "cuda/kernels/kernel_table.h"
+#include "cuda/memory/own_memory.h"
 #include "gpu.h"
 
 namespace one_process {
@@ -23,6 +26,13 @@ using cuda::Choice;
 using cuda::CommunicatorOptions;
 using cuda::GpuAllReduce;
 using cuda::HostCommunicator;
+
+// Memory that peers can map, on the current GPU.
+inline gpu::Buffer ownBuffer(size_t bytes) {
+  int device = 0;
+  gpu::must(cudaGetDevice(&device), "ask for the GPU");
+  return {cuda::ownMemory(device, bytes, [] { return std::vector<CUstream_st*>(); }), bytes};
+}
 
 // One all-reduce of all ranks.
 struct Run {
@@ -51,15 +61,14 @@ class Ranks {
   HostCommunicator& comm(int r) const { return *comms_[static_cast<size_t>(r)]; }
   cudaStream_t stream(int r = 0) const { return streams_[static_cast<size_t>(r)].get(); }
 
-  // By rank.  "", or why leaders cannot read and write them where they are.
-  std::string registerBuffers(const std::vector<void*>& buffers, size_t bytes) const {
-    std::vector<std::string> why(buffers.size());
-    ranks::inThreads(size(), [&](int r) {
-      const auto i = static_cast<size_t>(r);
-      why[i] = comm(r).registerBuffer(buffers[i], bytes);
-    });
-    for (const std::string& one : why)
-      if (!one.empty()) return one;
+  // Waits until all ranks use these buffers, by rank, where they are; "" or why they do not.
+  std::string map(const std::vector<void*>& buffers, size_t bytes) const {
+    const Nanos deadline = deadlineIn(gpu::kHang);
+    for (int r = 0; r < size(); ++r)
+      while (!comm(r).isMapped(buffers[static_cast<size_t>(r)], bytes)) {
+        if (now() > deadline) return "rank " + std::to_string(r) + "'s memory is not mapped";
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      }
     return "";
   }
 
@@ -72,8 +81,7 @@ class Ranks {
             .op = run.op,
             .factor = run.factor,
             .factor_on_device = run.factor_on_device,
-            .algorithm = choice,
-            .registered = true};
+            .algorithm = choice};
   }
 
   // One cooperative grid, in the first rank's stream.

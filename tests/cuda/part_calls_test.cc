@@ -1,6 +1,6 @@
 // reduce_scatter, all_gather and broadcast on a GPU, ranks of one process: against the CPU's bits,
-// by kernels that wait for each other and by the direct schedule, between all-reduces on the same
-// memory.
+// by kernels that wait for each other, through slots and on tensors where they are, and by the
+// direct schedule, between all-reduces on the same memory.
 #define CHECK_OWN_MAIN
 #include <algorithm>
 #include <cstring>
@@ -17,12 +17,18 @@ namespace {
 
 using Bytes = std::vector<unsigned char>;
 
-Ranks ranksOf(int P, bool kernels, Nanos timeout = 20 * kSecond) {
+// How calls are done: by push or on tensors where they are, by kernels that wait for each other; or
+// by the direct schedule.
+enum class How { kPush, kLocated, kDirect };
+constexpr How kHows[] = {How::kPush, How::kLocated, How::kDirect};
+
+Ranks ranksOf(int P, How kind, Nanos timeout = 20 * kSecond) {
   GroupOptions options;
   options.name = "parts";
   options.timeout = timeout;
   cuda::CommunicatorOptions how;
-  how.together = kernels;
+  how.together = kind != How::kDirect;
+  how.algorithm = kind == How::kLocated ? cuda::Choice::kLocated : cuda::Choice::kAuto;
   return Ranks(P, how, options);
 }
 
@@ -178,16 +184,16 @@ class Data {
 };
 
 constexpr Kind kKinds[] = {Kind::kReduceScatter, Kind::kAllGather, Kind::kBroadcast};
-const char* how(bool kernels) {
-  return kernels ? "by push" : "direct";
+const char* nameOf(How how) {
+  return how == How::kPush ? "by push" : how == How::kLocated ? "located" : "direct";
 }
 
 }  // namespace
 
 TEST(sums_of_parts_are_the_cpus) {
-  for (bool kernels : {true, false})
+  for (const How how : kHows)
     for (int P : {2, 3}) {
-      const Ranks ranks = ranksOf(P, kernels);
+      const Ranks ranks = ranksOf(P, how);
       for (DType dtype : {DType::kFloat32, DType::kFloat16, DType::kBFloat16, DType::kInt8})
         for (ReduceOp op : {ReduceOp::kSum, ReduceOp::kAvg, ReduceOp::kMax, ReduceOp::kPremulSum})
           for (size_t count : {size_t{0}, size_t{1}, size_t{1000}, size_t{100001}}) {
@@ -195,15 +201,15 @@ TEST(sums_of_parts_are_the_cpus) {
             const Data data(Kind::kReduceScatter, P, count, dtype, next() % 2 == 0, next() % 4, op);
             data.put(ranks);
             ranks.wait();
-            data.expectRight(how(kernels));
+            data.expectRight(nameOf(how));
           }
     }
 }
 
 TEST(elements_of_all_widths_are_moved) {
-  for (bool kernels : {true, false})
+  for (const How how : kHows)
     for (int P : {2, 3}) {
-      const Ranks ranks = ranksOf(P, kernels);
+      const Ranks ranks = ranksOf(P, how);
       for (Kind kind : {Kind::kAllGather, Kind::kBroadcast})
         for (DType dtype : {DType::kFloat8E4M3FN, DType::kBFloat16, DType::kFloat32,
                             DType::kComplex64, DType::kComplex128})
@@ -211,15 +217,15 @@ TEST(elements_of_all_widths_are_moved) {
             const Data data(kind, P, count, dtype, next() % 2 == 0, next() % 4);
             data.put(ranks);
             ranks.wait();
-            data.expectRight(how(kernels));
+            data.expectRight(nameOf(how));
           }
     }
 }
 
 // More than slots, and than a half of the memory to be staged in; and many calls in a row.
 TEST(long_messages_and_many_calls) {
-  for (bool kernels : {true, false}) {
-    const Ranks ranks = ranksOf(2, kernels);
+  for (const How how : kHows) {
+    const Ranks ranks = ranksOf(2, how);
     std::vector<Data> data;
     data.reserve(16);
     for (Kind kind : kKinds) data.emplace_back(kind, 2, size_t{9} << 20, DType::kFloat32, false, 1);
@@ -240,13 +246,13 @@ TEST(long_messages_and_many_calls) {
                                 ranks.stream(r));
     }
     ranks.wait();
-    for (const Data& one : data) one.expectRight(how(kernels));
+    for (const Data& one : data) one.expectRight(nameOf(how));
   }
 }
 
 TEST(a_captured_graph_replays) {
-  for (bool kernels : {true, false}) {
-    const Ranks ranks = ranksOf(2, kernels);
+  for (const How how : kHows) {
+    const Ranks ranks = ranksOf(2, how);
     std::vector<Data> data;
     data.reserve(3);
     for (Kind kind : kKinds) data.emplace_back(kind, 2, 3000, DType::kFloat32, false);
@@ -261,7 +267,7 @@ TEST(a_captured_graph_replays) {
 }
 
 TEST(a_group_of_one_copies_and_scales) {
-  const Ranks ranks = ranksOf(1, true);
+  const Ranks ranks = ranksOf(1, How::kPush);
   for (Kind kind : kKinds)
     for (bool in_place : {false, true}) {
       const Data data(kind, 1, 12345, DType::kFloat32, in_place, 0, ReduceOp::kPremulSum);
@@ -272,10 +278,10 @@ TEST(a_group_of_one_copies_and_scales) {
 }
 
 TEST(a_rank_that_does_not_come_is_named_and_outputs_are_poisoned) {
-  for (bool kernels : {true, false})
+  for (const How how : kHows)
     for (Kind kind : kKinds) {
-      const Ranks ranks = ranksOf(3, kernels);
-      const Data data(kind, 3, 20000, kernels ? DType::kFloat32 : DType::kInt32, false);
+      const Ranks ranks = ranksOf(3, how);
+      const Data data(kind, 3, 20000, how == How::kPush ? DType::kFloat32 : DType::kInt32, false);
       // Of a broadcast by the direct schedule only the root is missed.
       const int absent = kind == Kind::kBroadcast ? data.root() : 1;
       for (int r = 0; r < 3; ++r)

@@ -5,11 +5,13 @@
 #include <set>
 
 #include "cuda/memory/device_memory.h"
+#include "cuda/memory/multicast.h"
 #include "cuda/memory/own_memory.h"
 #include "cuda/memory/peer_memory.h"
 #include "cuda/memory/segment_board.h"
 #include "fake_cuda.h"
 #include "fake_launch.h"
+#include "fake_world.h"
 #include "peers.h"
 
 using namespace peers;
@@ -91,6 +93,11 @@ std::string makeMemory(Group& group, int device, std::optional<MemoryAccess> wis
   return name(memory.access());
 }
 
+void multicasts(fake::Machine& m) {
+  m.multicasts = true;
+  m.gpus = 3;
+}
+
 bool says(const std::string& text, const std::string& words) {
   return text.find(words) != std::string::npos;
 }
@@ -98,6 +105,38 @@ bool says(const std::string& text, const std::string& words) {
 }  // namespace
 
 // ---- machines (processes first)
+
+// The fake knows what the switch would add: the memory that each rank has bound.
+TEST(a_multicast_window_stands_for_the_memory_of_all_ranks) {
+  const auto test = [](Group& group, int device) {
+    const MulticastWindow window(group, device, 5 << 20);
+    CHECK(window.bytes() >= size_t{5} << 20);
+    const auto word = [](int r) { return 0x1234u + static_cast<uint64_t>(r); };
+    const uint64_t mine = word(group.rank());
+    Stream(device).copy(window.own() + 4096, &mine, sizeof mine);
+    group.run({Barrier{}});
+    void* places[8];
+    CHECK_EQ(fake::fakeMulticast(window.everyone() + 4096, places), group.size());
+    uint64_t sum = 0, wanted = 0;
+    for (int r = 0; r < group.size(); ++r) {
+      sum += *static_cast<uint64_t*>(places[r]);
+      wanted += word(r);
+    }
+    CHECK_EQ(sum, wanted);
+    group.run({Barrier{}});  // nobody gives it back before
+  };
+  const On machine(multicasts);
+  for (int P : {2, 3}) {
+    // Each process sees its own GPU only.
+    processes::inGroup(P, [&](Group& group) {
+      fake::see({group.rank()});
+      test(group, 0);
+      CHECK_EQ(fake::leftovers(), "");
+    });
+    ranks::inGroup(P, [&](Group& group) { test(group, group.rank()); });
+    CHECK_EQ(fake::leftovers(), "");
+  }
+}
 
 TEST(a_rank_that_sees_only_its_own_gpu_finds_out_by_trying) {
   const auto eachSeesItsOwn = [](MemoryAccess access, const std::vector<std::string>& reasons) {
@@ -151,6 +190,26 @@ TEST(without_room_to_map_the_memory_of_other_gpus_host_memory_is_taken) {
                {"not by pointer: rank 0 cannot get access to the memory of GPU 1"});
 }
 
+TEST(a_window_that_a_rank_cannot_make_is_made_by_none) {
+  const On machine(multicasts);
+  for (const int victim : {0, 2})
+    for (const cudaError_t error : {cudaErrorNotSupported, cudaErrorMemoryAllocation}) {
+      const int calls = failEachCall(
+          3, victim, error,
+          [](Group& group, int device, const std::function<void()>& arm) {
+            arm();
+            const MulticastWindow window(group, device, 1 << 20);
+            group.run({Barrier{}});
+            return "made";
+          },
+          [&](const Fate& fate) {  // what only gives something back may fail
+            CHECK(says(fate.error, "rank " + std::to_string(victim)) || fate.detail == "made");
+          });
+      CHECK(calls > 20);
+      CHECK_EQ(fake::leftovers(), "");
+    }
+}
+
 TEST(memory_is_shared_beside_captures_of_other_threads) {
   fake::someone_captures = true;
   for (As as : {As::kProcesses, As::kThreads})
@@ -161,29 +220,12 @@ TEST(memory_is_shared_beside_captures_of_other_threads) {
         {
           const MappedPages pages(group, device, 1000);
           const PeerMemory memory(group, device, 1000, access);
-          const MemoryPtr buffer = access == MemoryAccess::kDescriptor
-                                       ? allocateExported(device, exportGranularity(device)).memory
-                                       : allocate(device, 1 << 20);
-          Registration made = registerBuffer(group, memory, buffer->data(), 1000);
-          CHECK_EQ(!made.buffer, access == MemoryAccess::kHost);
-          made.buffer.reset();
           group.run({Barrier{}});  // no rank frees what another maps
         }
         CHECK_EQ(fake::captures_ended.load(), 0);
       });
     }
   fake::someone_captures = false;
-}
-
-TEST(a_buffer_that_there_is_no_room_to_map_is_copied_and_no_error) {
-  run(As::kProcesses, 2, [](Group& group, int device) {
-    const PeerMemory memory(group, device, 1000);
-    const MemoryPtr buffer = allocateExported(device, exportGranularity(device)).memory;
-    fake::machine().bar1_is_full = true;  // of this process
-    const Registration made = registerBuffer(group, memory, buffer->data(), 1000);
-    CHECK(!made.buffer && says(made.refusal, "rank 0 cannot get access to mapped memory"));
-    group.run({Barrier{}});
-  });
 }
 
 // A board of each of three ranks on one host.
@@ -434,33 +476,6 @@ TEST(mapped_pages_fail_on_all_ranks_alike) {
               [&](const Fate& fate) {
                 CHECK(fate.error.empty() || says(fate.error, "rank 1 (pid"));
               }) >= 3);
-}
-
-TEST(buffers_are_registered_for_all_ranks_or_for_none) {
-  for (int victim : {0, 1})
-    for (int handles : {0, 1, 3}) {  // that its memory is of; 0: plain memory
-      const int calls = failEachCall(
-          2, victim, cudaErrorNotSupported,
-          [&](Group& group, int device, auto& arm) {
-            const PeerMemory memory(group, device, 100);
-            const std::optional<Segments> segments =
-                handles > 0 ? std::make_optional<Segments>(device, handles, true) : std::nullopt;
-            const MemoryPtr plain = allocate(device, 1 << 20);
-            std::byte* const data = segments ? segments->data() : plain->data();
-            const size_t bytes = segments ? segments->bytes() : 1000;
-            arm();
-            const Registration made = registerBuffer(group, memory, data, bytes);
-            group.run({Barrier{}});
-            CHECK(!made.buffer == !made.refusal.empty());
-            return made.refusal;
-          },
-          [&](const Fate& fate) {
-            CHECK_EQ(fake::leftovers(), "");
-            CHECK(fate.error.empty());
-            CHECK(says(fate.detail, "rank " + std::to_string(victim)));
-          });
-      CHECK(calls >= 6);
-    }
 }
 
 int main(int argc, char** argv) {

@@ -10,6 +10,11 @@
 // load with acquire at system scope, and a block after a barrier behind one; until then they read
 // the old bytes.  Every access must lie in memory that was given to the kernels, and in no other.
 //
+// Multicast addresses (multimem) stand for the same place of several ranks' memory; the sum of what
+// is there is made in the order of ranks.  What is stored by one kind of address can be loaded by
+// the other only if the block that stored it had fence.proxy.alias between the store and its
+// release (or has ended): until then the other kind reads the old bytes.
+//
 // It is kinder than a GPU in one way: an acquire makes visible all that any block had let out by
 // then, whatever flag it loads, and even if that flag was old.  So a kernel that polled another
 // flag is forgiven that it did not wait for the right one.
@@ -81,17 +86,27 @@ struct Range {
   uint64_t begin, end;
 };
 
-// Some bytes of a granule of 8.
+// Some bytes of a granule of 8.  `unfenced`: those of them that were stored by ordinary addresses
+// (0) or multicast ones (1) with no fence since.
 struct Granule {
   uint64_t value = 0;
   uint8_t mask = 0;
   uint64_t since = 0;
+  uint8_t unfenced[2] = {};
 };
 using Granules = std::unordered_map<uint64_t, Granule>;
 
 struct Store {
   uint64_t address, value;
   int bytes;
+  int view = 0;  // 1: by a multicast address
+  bool fenced = false;
+};
+
+// Addresses that stand for as many at each of some places.
+struct Multicast {
+  uint64_t begin, bytes;
+  std::vector<uint64_t> places;
 };
 
 struct Grid;
@@ -114,7 +129,7 @@ struct Block {
   void complete();
   void leave(uint32_t lanes);
   void keep(std::vector<Store>& stores);
-  void letOut();
+  void letOut(bool fenced = false);
 };
 
 struct Grid {
@@ -129,6 +144,8 @@ struct Machine {
   std::mt19937_64 random;
   std::vector<Range> ranges;
   std::vector<std::unique_ptr<Block>> blocks;  // that run
+  std::vector<Multicast> multicasts;
+  Granules aliased[2];  // the old bytes that loads by each kind of address still get
   // Relaxed stores that have not got out yet.
   std::vector<std::pair<uint64_t*, uint64_t>> floating;
   uint64_t time = 0, progress = 0, epoch = 1;
@@ -142,6 +159,15 @@ struct Machine {
         return;
       }
     throw Error("line " + std::to_string(step.line) + ": outside of all memory: " + step.text);
+  }
+  std::vector<uint64_t> placesOf(uint64_t address, int bytes, const Step& step) const {
+    for (const Multicast& one : multicasts)
+      if (address >= one.begin && address + static_cast<uint64_t>(bytes) <= one.begin + one.bytes) {
+        std::vector<uint64_t> places = one.places;
+        for (uint64_t& place : places) place += address - one.begin;
+        return places;
+      }
+    throw Error("line " + std::to_string(step.line) + ": no multicast address: " + step.text);
   }
   void run(std::vector<Grid>& grids);
   void letOneOut() {
@@ -176,10 +202,9 @@ class Warp {
   void step();
   bool runs() const { return running != 0; }
 
-  uint64_t load(int lane, uint64_t address, int bytes, const Step& step);
-  void store(int lane, uint64_t address, uint64_t value, int bytes, const Step& step) {
-    (void)step;
-    pending[lane].push_back({address, value, bytes});
+  uint64_t load(int lane, uint64_t address, int bytes, const Step& step, int view = 0);
+  void store(int lane, uint64_t address, uint64_t value, int bytes, int view = 0) {
+    pending[lane].push_back({address, value, bytes, view});
   }
 
   Block& block;
@@ -198,21 +223,22 @@ class Warp {
 // Shared memory has addresses that no other has.
 inline constexpr uint64_t kShared = uint64_t{1} << 60;
 
-// Of what is newer than `after`.
+// Of what is newer than `after`, and not stored by the other view with no fence since.
 inline void overlay(const Granules& from, uint64_t address, int bytes, uint64_t& value,
-                    uint64_t after = 0) {
+                    uint64_t after = 0, int view = 0) {
   const auto found = from.find(address / 8);
   if (found == from.end() || (after != 0 && found->second.since <= after)) return;
+  const int mask = found->second.mask & ~found->second.unfenced[1 - view];
   for (int b = 0; b < bytes; ++b) {
     const uint64_t at = address % 8 + static_cast<uint64_t>(b);
-    if (found->second.mask >> at & 1) {
+    if (mask >> at & 1) {
       const uint64_t byte = found->second.value >> 8 * at & 0xff;
       value = (value & ~(uint64_t{0xff} << 8 * b)) | byte << 8 * b;
     }
   }
 }
 
-inline uint64_t Warp::load(int lane, uint64_t address, int bytes, const Step& step) {
+inline uint64_t Warp::load(int lane, uint64_t address, int bytes, const Step& step, int view) {
   uint64_t value = 0;
   const auto size = static_cast<size_t>(bytes);
   if (step.space == Step::Space::kParam) {
@@ -228,11 +254,14 @@ inline uint64_t Warp::load(int lane, uint64_t address, int bytes, const Step& st
   } else {
     block.machine->check(address, bytes, step);
     std::memcpy(&value, reinterpret_cast<void*>(address), size);
+    const Granules& aliased = block.machine->aliased[view];
+    if (!aliased.empty()) overlay(aliased, address, bytes, value);
     if (!block.stale.empty()) overlay(block.stale, address, bytes, value, acquired[lane]);
-    if (!block.kept.empty()) overlay(block.kept, address, bytes, value);
+    if (!block.kept.empty()) overlay(block.kept, address, bytes, value, 0, view);
   }
   for (const Store& one : pending[lane])
-    if (one.address < address + size && address < one.address + static_cast<uint64_t>(one.bytes))
+    if ((one.view == view || one.fenced) && one.address < address + size &&
+        address < one.address + static_cast<uint64_t>(one.bytes))
       for (int b = 0; b < bytes; ++b) {
         const uint64_t at = address + static_cast<uint64_t>(b) - one.address;
         if (at < static_cast<uint64_t>(one.bytes))
@@ -253,12 +282,17 @@ inline void Block::keep(std::vector<Store>& stores) {
       granule.value = (granule.value & ~(uint64_t{0xff} << 8 * at)) | (one.value >> 8 * b & 0xff)
                                                                           << 8 * at;
       granule.mask = static_cast<uint8_t>(granule.mask | 1u << at);
+      for (int view = 0; view < 2; ++view) {
+        const unsigned others = granule.unfenced[view] & ~(1u << at);
+        const bool is_unfenced = view == one.view && !one.fenced;
+        granule.unfenced[view] = static_cast<uint8_t>(others | unsigned{is_unfenced} << at);
+      }
     }
   }
   stores.clear();
 }
 
-inline void Block::letOut() {
+inline void Block::letOut(bool fenced) {
   ++machine->epoch;
   for (const auto& [at, granule] : kept) {
     for (int b = 0; b < 8; ++b) {
@@ -272,6 +306,20 @@ inline void Block::letOut() {
                                                                    << 8 * b;
         old.mask = static_cast<uint8_t>(old.mask | 1u << b);
         old.since = machine->epoch;
+      }
+      for (int view = 0; view < 2; ++view) {
+        Granules& aliased = machine->aliased[view];
+        const bool hides = !fenced && granule.unfenced[1 - view] >> b & 1;
+        const auto found = aliased.find(at);
+        if (!hides && found == aliased.end()) continue;
+        Granule& old = found == aliased.end() ? aliased[at] : found->second;
+        if (!hides) {
+          old.mask = static_cast<uint8_t>(old.mask & ~(1u << b));
+        } else if (!(old.mask >> b & 1)) {
+          old.value = (old.value & ~(uint64_t{0xff} << 8 * b)) | static_cast<uint64_t>(*byte)
+                                                                     << 8 * b;
+          old.mask = static_cast<uint8_t>(old.mask | 1u << b);
+        }
       }
       *byte = static_cast<unsigned char>(granule.value >> 8 * b);
     }
@@ -316,7 +364,7 @@ inline void Block::leave(uint32_t lanes) {
   if (left == threads) {
     for (auto& warp : warps)
       for (auto& stores : warp->pending) keep(stores);
-    letOut();
+    letOut(true);
     while (!machine->floating.empty()) machine->letOneOut();
     done = true;
   } else if (arrived != 0 && arrived + left == threads) {

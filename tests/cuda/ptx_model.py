@@ -7,6 +7,8 @@ section.  A program is some threads with a place and instructions, in a syntax l
     st.release.sys [x], 1           ld.acquire.sys r, [x]           also .relaxed; .cta, .gpu
     atom.acq_rel.gpu.add r, [x]     atom.acq_rel.gpu.cas r, [x], 1  add one; 0 becomes 1
     fence.sc.sys                    fence.acq_rel.gpu
+    ld.alias r, [x]                 st.alias [x], 1     by another address of the same memory
+    fence.proxy.alias name          between accesses by the two
     bar.sync name                   the threads of a block that meet there
     task.end name                   the end of a kernel, and the begin of the next in its stream
     task.begin name
@@ -15,8 +17,9 @@ section.  A program is some threads with a place and instructions, in a syntax l
 Every location is 0 at first, every register is written once, and a loop that waits is its last
 look: earlier ones would only constrain more.
 
-Not in the model: accesses that overlap in part (8.7.2), proxies and aliases (8.6; the addresses by
-which two ranks map one memory are taken for one), asynchronous operations.  A vector access is one
+Not in the model: accesses that overlap in part (8.7.2), proxies other than aliases (8.6; the
+addresses by which two ranks map one memory are taken for one, but for multicast addresses), and
+asynchronous operations.  A vector access is one
 for each element (8.2.4).  Atomicity and SC per location follow from the other axioms here, where
 accesses overlap completely.
 """
@@ -50,12 +53,14 @@ accesses(E,L) :- reads(E,L).
 accesses(E,L) :- writes(E,L).
 overlap(X,Y) :- accesses(X,L), accesses(Y,L), X != Y.             % 8.2.1
 atomic(E) :- reads(E,L), writes(E,L).
+crosses(X,Y) :- overlap(X,Y), alias(X), not alias(Y).             % 8.6, aliases
+crosses(X,Y) :- crosses(Y,X).
 
 % --- 8.5 and 8.7: scopes, morally strong operations
 includes(E,T) :- scope(E,sys), place(T,_,_).
 includes(E,T) :- scope(E,gpu), at(E,S,_), place(S,_,G), place(T,_,G).
 includes(E,T) :- scope(E,cta), at(E,S,_), place(S,B,G), place(T,B,G).
-comparable(X,Y) :- overlap(X,Y).
+comparable(X,Y) :- overlap(X,Y), not crosses(X,Y).
 comparable(X,Y) :- fence(X), at(Y,_,_), X != Y.
 comparable(X,Y) :- fence(Y), at(X,_,_), X != Y.
 strong_pair(X,Y) :- comparable(X,Y), po(X,Y).
@@ -89,8 +94,9 @@ step(X,Y) :- at(X,T,I), at(Y,T,I+1).
 step(X,Y) :- synchronizes(X,Y).
 base(X,Y) :- step(X,Y).
 base(X,Z) :- base(X,Y), step(Y,Z).
-cause(X,Y) :- base(X,Y), overlap(X,Y).
-cause(X,Y) :- observed(X,Z), base(Z,Y), overlap(X,Y).
+cause(X,Y) :- base(X,Y), overlap(X,Y), not crosses(X,Y).
+cause(X,Y) :- base(X,F), alias_fence(F), base(F,Y), overlap(X,Y).
+cause(X,Y) :- observed(X,Z), base(Z,Y), overlap(X,Y), not crosses(X,Y).
 cause(init(L),E) :- accesses(E,L).
 
 % --- 8.9.6 and 8.9.7: coherence order, communication order.  More pairs than must be may be in
@@ -105,7 +111,7 @@ fr(R,W) :- rf(V,R), co(V,W), R != W.
 :- cause(X,Y), writer(X,_), writer(Y,_), not co(X,Y).             % 8.10.1, Coherence
 :- sc(X,Y), base(Y,X).                                            % 8.10.2, Fence-SC
 :- atomic(A), rf(V,A), co(V,W), co(W,A), strong_pair(A,W).        % 8.10.3, Atomicity
-located(X,Y) :- po(X,Y), overlap(X,Y), happens(X), happens(Y).
+located(X,Y) :- po(X,Y), overlap(X,Y), happens(X), happens(Y), not crosses(X,Y).
 located(X,Y) :- rf(X,Y), strong_pair(X,Y).
 located(X,Y) :- co(X,Y), strong_pair(X,Y).
 located(X,Y) :- fr(X,Y), strong_pair(X,Y).
@@ -139,6 +145,8 @@ def _facts(number: int, thread: Thread) -> list[str]:
             facts.append(f"barrier({e},({thread.gpu},{thread.block},{rest})).")
         elif word in ("task.end", "task.begin"):
             facts.append(f"{word.replace('.', '_')}({e},{rest}).")
+        elif word == "fence.proxy.alias":
+            facts.append(f"alias_fence({e}).")
         elif fence := re.fullmatch(r"fence\.(sc|acq_rel)\.(\w+)", instruction):
             facts.append(f"fence({e}). strong({e}). scope({e},{fence[2]}).")
             if fence[1] == "sc":
@@ -164,12 +172,14 @@ def _access(
     elif kind != "ld":
         facts.append(f"{'cas' if 'cas' in words else 'puts'}({e},{value}).")
     facts += [f"scope({e},{scope}). strong({e})." for scope in words & {"cta", "gpu", "sys"}]
+    if "alias" in words:
+        facts.append(f"alias({e}).")
     if words & {"release", "acq_rel"}:
         facts.append(f"release({e}).")
     if words & {"acquire", "acq_rel"}:
         facts.append(f"acquire({e}).")
     if unknown := words - {
-        *("cta", "gpu", "sys", "relaxed", "release", "acquire", "acq_rel", "add", "cas")
+        *("cta", "gpu", "sys", "relaxed", "release", "acquire", "acq_rel", "add", "cas", "alias")
     }:
         raise ValueError(f"unknown: {unknown}")
     return facts

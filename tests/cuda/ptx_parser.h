@@ -266,9 +266,51 @@ inline void store(Warp& w, const Step& s) {
     for (size_t i = 1; i < s.from.size(); ++i, address += static_cast<uint64_t>(s.bytes)) {
       if (s.space != Step::Space::kShared) w.block.machine->check(address, s.bytes, s);
       w.store(l, address + (s.space == Step::Space::kShared ? kShared : 0), w.reg(s.from[i])[l],
-              s.bytes, s);
+              s.bytes);
     }
   });
+}
+// Four words of all places, added: each a float, or two halves if `type` is one.
+template <DType type>
+void loadSum(Warp& w, const Step& s) {
+  w.each([&](int l) {
+    const std::vector<uint64_t> places =
+        w.block.machine->placesOf(addressOf(w, s, s.from[0], l), 16, s);
+    for (size_t i = 0; i < 4; ++i) {
+      uint64_t sum = 0;
+      const auto add = [&](int shift, uint64_t mask, auto widen, auto narrow) {
+        float value = 0;
+        for (size_t r = 0; r < places.size(); ++r) {
+          const float one = widen(w.load(l, places[r] + 4 * i, 4, s, 1) >> shift & mask);
+          value = r == 0 ? one : value + one;
+        }
+        sum |= uint64_t{narrow(value)} << shift;
+      };
+      if constexpr (type == DType::kFloat32)
+        add(0, 0xffffffff, as<float>, [](float v) { return bitsOf(v); });
+      else
+        for (const int shift : {0, 16})
+          add(
+              shift, 0xffff,
+              [](uint64_t v) { return oracle::decodeHalf(type, static_cast<uint16_t>(v)); },
+              [](float v) { return halfOf(type, v, true); });
+      w.reg(s.to[i])[l] = sum;
+    }
+  });
+}
+inline void storeAll(Warp& w, const Step& s) {
+  w.each([&](int l) {
+    for (const uint64_t place : w.block.machine->placesOf(addressOf(w, s, s.from[0], l), 16, s)) {
+      w.block.machine->check(place, 16, s);
+      for (size_t i = 0; i < 4; ++i) w.store(l, place + 4 * i, w.reg(s.from[i + 1])[l], 4, 1);
+    }
+  });
+}
+inline void fenceAliases(Warp& w, const Step&) {
+  w.each([&](int l) {
+    for (Store& one : w.pending[l]) one.fenced = true;
+  });
+  for (auto& [at, granule] : w.block.kept) granule.unfenced[0] = granule.unfenced[1] = 0;
 }
 template <class T>
 T* wordAt(Warp& w, const Step& s, int l) {
@@ -527,6 +569,21 @@ class Parser {
       step.to = {registerOf(operands.at(0))};
       step.from = {address(step, operands.at(1))};
       rest(2);
+    } else if (word == "multimem") {
+      static const std::map<std::string, Run> sums{
+          {"multimem.ld_reduce.relaxed.sys.add.v4.f32", loadSum<DType::kFloat32>},
+          {"multimem.ld_reduce.relaxed.sys.add.acc::f32.v4.f16x2", loadSum<DType::kFloat16>},
+          {"multimem.ld_reduce.relaxed.sys.add.acc::f32.v4.bf16x2", loadSum<DType::kBFloat16>}};
+      const bool stores = opcode == "multimem.st.relaxed.sys.v4.f32";
+      const auto found = sums.find(opcode);
+      if (!stores && found == sums.end()) unknown(step);
+      step.run = stores ? storeAll : found->second;
+      step.from = {address(step, operands.at(stores ? 0 : 1))};
+      const std::vector<int> values = list(operands.at(stores ? 1 : 0));
+      (stores ? step.from : step.to)
+          .insert((stores ? step.from : step.to).end(), values.begin(), values.end());
+    } else if (opcode == "fence.proxy.alias") {
+      step.run = fenceAliases;
     } else if (opcode == "nop") {
       step.run = nothing;
     } else {

@@ -1,5 +1,6 @@
-// Runs the PTX of the all-reduce kernels in an interpreter (ptx.h), with random calls, ranks,
-// tensors and orders of warps, and compares the bits with the oracle of the CPU's tests.
+// Runs the PTX of the all-reduce kernels, and of those for parts of located tensors, in an
+// interpreter (ptx.h), with random calls, ranks, tensors and orders of warps, and compares the bits
+// with the oracle of the CPU's tests.
 //
 //     ptx_run FILE... [--cases N] [--seed S] [--mutants]
 //
@@ -10,10 +11,11 @@
 //
 // Messages have up to 4,099 elements, which is enough for every loop of sums.  Loops of copies take
 // eight packs at once and need 8,192 elements of 4 bytes in a slice, so of these only those for 8
-// bytes run.  Reduce-scatter, all-gather, broadcast, the direct kernels, and what follows a
-// deadline or an abort do not run here.
+// bytes run.  Reduce-scatter and all-gather through slots, broadcast, the direct kernels, and what
+// follows a deadline or an abort do not run here.
 #define CHECK_OWN_MAIN
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cstdio>
 #include <optional>
@@ -34,15 +36,17 @@ using host::Calls;
 constexpr auto kOne = DeviceAlgorithm::kOneShot, kTwo = DeviceAlgorithm::kTwoShot,
                kRing = DeviceAlgorithm::kRing;
 
-// A kernel of all-reduce: of any number of ranks, or of the one that it is compiled for.
+// A kernel of all-reduce: of any number of ranks, or of the one that it is compiled for.  Located
+// ones reduce and scatter too.  Or one of the located all-gather, for elements of a unit.
 struct Which {
   DeviceAlgorithm algorithm;
   DType dtype;
   int ranks = 0;  // 0: any
-  bool located = false, ll = false;
+  bool located = false, ll = false, nvls = false;
+  int unit = -1;
 
   // A launch a rank.
-  bool isRanks() const { return ranks > 0 || located; }
+  bool isRanks() const { return ranks > 0 || located || nvls; }
 
   std::string symbol() const {
     const auto number = [](auto value) { return std::to_string(static_cast<int>(value)); };
@@ -50,26 +54,34 @@ struct Which {
     const std::string how = "LNS0_15DeviceAlgorithmE" + number(algorithm) + "E";
     const std::string of = "Li" + number(ranks) + "EEEvNS0_10RankLaunchE";
     const std::string begin = "_ZN10ringreduce4cuda";
+    if (unit >= 0)
+      return begin + "21locatedGatherKernelOfILi" + number(unit) + "EEEvNS0_10RankLaunchE";
     if (located) return begin + "13locatedKernelI" + type + of;
+    if (nvls) return begin + "12nvlsKernelOfI" + type + "EEvNS0_10NvlsLaunchE";
     if (ll) return begin + "8llKernelI" + type + of;
     if (ranks > 0) return begin + "11fixedKernelI" + how + type + of;
     return begin + "15allReduceKernelI" + how + type + "EEvNS0_11RanksLaunchE";
   }
   std::string text() const {
-    return (located ? "located"
-            : ll    ? "LL"
-                    : kDeviceAlgorithmNames[static_cast<int>(algorithm)]) +
+    return (unit >= 0 ? "located all-gather"
+            : located ? "located"
+            : ll      ? "LL"
+            : nvls    ? "NVLS"
+                      : kDeviceAlgorithmNames[static_cast<int>(algorithm)]) +
            (ranks > 0 ? " of " + std::to_string(ranks) : "");
   }
 };
 
 std::vector<Which> everyKernel() {
   std::vector<Which> all;
+  for (int unit = 0; unit < kUnits; ++unit)
+    all.push_back({kTwo, DType::kFloat32, 0, true, false, unit});
   for (int t = 0; t < kKernelDTypes; ++t) {
     const auto dtype = static_cast<DType>(t);
     for (const auto algorithm : {kOne, kTwo, kRing})
       if (hasKernel(algorithm, dtype)) all.push_back({algorithm, dtype});
     all.push_back({kTwo, dtype, 0, true});
+    if (hasNvlsKernel(dtype)) all.push_back({kTwo, dtype, 0, false, false, true});
     for (int size = 0; size < kFixedSizes && hasFixedKernels(dtype); ++size) {
       const int ranks = fixedRanks(size);
       for (const auto algorithm : {kOne, kTwo}) all.push_back({algorithm, dtype, ranks});
@@ -90,7 +102,9 @@ const std::vector<ReduceOp>& opsOf(DType dtype) {
 
 class Program {
  public:
-  explicit Program(ptx::Module lines) : lines_(std::move(lines)) {}
+  Program(ptx::Module lines, int gpu) : multicasts(gpu >= 90), lines_(std::move(lines)) {}
+
+  const bool multicasts;  // its kernels have multimem
 
   const ptx::Kernel& kernel(const Which& which) {
     const std::string symbol = which.symbol();
@@ -147,15 +161,26 @@ void runCase(Program& program, uint64_t seed, std::optional<Which> which = {},
               .count = 0};
     call.fixed = which ? which->ranks > 0 : call.canBeFixed() && below(4) > 0;
     call.located = which ? which->located : call.algorithm == kTwo && below(2) == 0;
+    if (call.located)
+      call.kind =
+          which ? which->unit >= 0 ? Kind::kAllGather
+                  : below(2) == 0  ? Kind::kAllReduce
+                                   : Kind::kReduceScatter
+                : std::array{Kind::kAllReduce, Kind::kReduceScatter, Kind::kAllGather}[below(3)];
+    if (call.kind == Kind::kAllGather) call.fixed = false;
     // Each tensor by a coin; and where ranks' tensors are at other offsets, some are not aligned.
     call.staged = static_cast<uint32_t>(random());
     call.ll = which ? which->ll : call.fixed && call.algorithm == kOne && below(2) == 0;
     // Up to some slices of each channel; any tail.
     const size_t most =
         std::min<size_t>(oracle::kMost, slice * static_cast<size_t>(blocks * numbers.P) * 3);
+    call.nvls = which ? which->nvls
+                      : program.multicasts && call.canBeNvls() && !call.located && below(2) == 0;
+    call.fixed = call.fixed && !call.nvls;
     call.count = below(6) == 0                  ? below(40)
                  : slice > 512 && below(2) == 0 ? oracle::kMost - below(8)
                                                 : below(most + 1);
+    if (call.kind != Kind::kAllReduce) call.count /= static_cast<size_t>(numbers.P);
     call.blocks = blocks;
     call.slice = slice;
     call.window = 1 + below(2);
@@ -163,7 +188,8 @@ void runCase(Program& program, uint64_t seed, std::optional<Which> which = {},
     call.place = static_cast<Alignment>(below(4));
     call.device_factor = below(2) == 0;
     calls.add(call);
-    kernels.push_back({call.algorithm, type, call.fixed ? numbers.P : 0, call.located, call.ll});
+    kernels.push_back({call.algorithm, type, call.fixed ? numbers.P : 0, call.located, call.ll,
+                       call.nvls, call.moves() ? call.unit() : -1});
   }
 
   ptx::Machine machine(seed);
@@ -179,7 +205,12 @@ void runCase(Program& program, uint64_t seed, std::optional<Which> which = {},
     give(comm.abort, sizeof *comm.abort);
     give(comm.trouble, sizeof *comm.trouble);
     give(comm.table, static_cast<size_t>(numbers.P) * kMostSegments * sizeof *comm.table);
+    give(ranks.window(r).own, nvlink::Windows::kBytes);
   }
+  const auto address = [](const std::byte* at) { return reinterpret_cast<uint64_t>(at); };
+  machine.multicasts.push_back({address(ranks.window(0).everyone), nvlink::Windows::kBytes, {}});
+  for (int r = 0; r < numbers.P; ++r)
+    machine.multicasts[0].places.push_back(address(ranks.window(r).own));
   // One grid for all ranks, or one each, in each rank's stream.
   const bool together = below(2) == 0 && std::ranges::none_of(kernels, &Which::isRanks);
   std::vector<ptx::Grid> grids;
@@ -193,10 +224,14 @@ void runCase(Program& program, uint64_t seed, std::optional<Which> which = {},
     std::vector<RanksLaunch> launches(together ? 1 : static_cast<size_t>(numbers.P));
     for (int r = 0; r < numbers.P; ++r) {
       const RankCall& call = calls.rankCall(i, r);
-      const size_t bytes = call.count * numbers.width();
-      give(call.input, bytes);
-      give(call.output, bytes);
+      const Call& of = calls.call(i);
+      give(call.input, of.inputParts() * of.partBytes());
+      give(call.output, of.outputParts() * of.partBytes());
       if (call.factor) give(call.factor, type == DType::kFloat64 ? 8 : 4);
+      if (kernels[i].nvls) {
+        start(NvlsLaunch{ranks.comm(r), call, ranks.window(r)}, blocks, r);
+        continue;
+      }
       if (kernels[i].isRanks()) {
         start(RankLaunch{ranks.comm(r), call, calls.location(i, r)}, blocks, r);
         continue;
@@ -300,7 +335,61 @@ const Mutant kMutants[] = {
      "ld.acquire.sys.u64",
      "ld.relaxed.sys.u64",
      kAll},
+    {"releases of flags are relaxed",
+     {kTwo, kF32, 0, true, false, false, 2},
+     kAdd,
+     "st.release.sys.u64",
+     "st.relaxed.sys.u64",
+     kAll},
+    {"acquires of flags are relaxed",
+     {kTwo, kF32, 0, true, false, false, 2},
+     kAdd,
+     "ld.acquire.sys.u64",
+     "ld.relaxed.sys.u64",
+     kAll},
     {"sums round towards zero", {kTwo, kF32, 4, true}, kAdd, "add.rn.f32", "add.rz.f32", kAll},
+    {"the fence after the copy in is dropped",
+     {kTwo, kF32, 0, false, false, true},
+     kAdd,
+     "fence.proxy.alias;",
+     "",
+     1,
+     90},
+    {"the fence after the sums is dropped",
+     {kTwo, kF32, 0, false, false, true},
+     kAdd,
+     "fence.proxy.alias;",
+     "",
+     2,
+     90},
+    {"releases of flags are relaxed",
+     {kTwo, DType::kBFloat16, 0, false, false, true},
+     kAdd,
+     "st.release.sys.u64",
+     "st.relaxed.sys.u64",
+     kAll,
+     90},
+    {"acquires of flags are relaxed",
+     {kTwo, kF32, 0, false, false, true},
+     kAdd,
+     "ld.acquire.sys.u64",
+     "ld.relaxed.sys.u64",
+     kAll,
+     90},
+    {"the barrier before a flag is dropped",
+     {kTwo, kF32, 0, false, false, true},
+     kAdd,
+     "bar.sync",
+     "",
+     kAll,
+     90},
+    {"sums are not stored",
+     {kTwo, DType::kFloat16, 0, false, false, true},
+     kAdd,
+     "multimem.st.relaxed.sys.v4.f32",
+     "",
+     0,
+     90},
     {"the tail of the sum is not stored", {kRing, kF32}, kAdd, "st.f32", "", kLast},
     {"sums round towards zero", {kOne, kF32}, kAdd, "add.rn.f32", "add.rz.f32", kAll},
     {"float16 rounds towards zero",
@@ -361,7 +450,7 @@ int tryMutants(int gpu, const ptx::Module& module, uint64_t seed) {
       continue;
     }
     constexpr int kCases = 20;
-    Program program(*with), right(module);
+    Program program(*with, gpu), right(module, gpu);
     const std::string failure = failureOf(program, mutant, seed, kCases);
     // The same cases without the mistake; three tell whether they fail anyway.
     const std::string anyway = failureOf(right, mutant, seed, 3);
@@ -429,7 +518,7 @@ int main(int argc, char** argv) {
     return 2;
   }
   std::vector<Program> programs;
-  for (const auto& [gpu, module] : modules) programs.emplace_back(module);
+  for (const auto& [gpu, module] : modules) programs.emplace_back(module, gpu);
   const auto begin = std::chrono::steady_clock::now();
   for (int i = 0; i < cases; ++i) {
     const uint64_t one = seed + static_cast<uint64_t>(i);

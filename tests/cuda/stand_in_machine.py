@@ -98,8 +98,8 @@ for ranks in map(int, options.get("--ranks", "2").split(",")):
     if mode == "check":
         lines.append({**line, "algorithm": "ring", "cases": 10})
     elif mode == "kill":
-        for what, registered in (("kill", False), ("kill", True), ("stop", False)):
-            lines.append({**line, "mode": what, "registered": registered, "algorithm": "ring",
+        for what, mapped in (("kill", False), ("kill", True), ("stop", False)):
+            lines.append({**line, "mode": what, "mapped": mapped, "algorithm": "ring",
                           "raised_s": [0.5], "pids": [os.getpid()]})
         if does("STAYS"):
             with open(os.environ["STAND_IN_BUILD"] + "/stays", "w") as file:

@@ -1,6 +1,6 @@
 """The six ways in which threads of GPUs communicate, under the memory model of PTX.
 
-csrc/cuda/kernels communicates between threads in six shapes, which stand below in the code's
+csrc/cuda/kernels communicates between threads in seven shapes, which stand below in the code's
 instructions.  For each the solver (cuda/ptx_model.py) must find no execution with a wrong outcome,
 and one for each mutant.  Litmus tests with known verdicts come first: they check the model.
 
@@ -543,7 +543,8 @@ LL_SETS = 2  # kLLSets
 # Shape 6, tensors where they are (located.h): rank a says in the line of its flag where its tensor
 # is.  Rank b looks that up in its table, tells its other thread, reads a's addends and writes sums
 # there.  In the next turn a writes the line and the tensor again.  Before all this b's mapping
-# thread has filled the table, and a's has learnt of it.
+# thread has filled the table, and a's has learnt of it.  An all-reduce does both there, a
+# reduce-scatter only reads and an all-gather only writes.
 def located() -> Shape:
     a, b = Rank("a"), Rank("b")
     a.observe("mapped", 1)
@@ -577,6 +578,35 @@ def located() -> Shape:
     return replace(shape, threads=[*shape.threads, *mappers], given=[*shape.given, "m >= 1"])
 
 
+# Shape 7, a tile in the NVSwitch (nvls.h): each rank copies two words to its window, one thread of
+# it loads its part of all windows and stores to all of them, by multicast addresses, and all
+# threads read the sums and copy the next words in.
+def nvls() -> Shape:
+    ranks = (Rank("a"), Rank("b"))
+    for part, (rank, peer) in enumerate((ranks, ranks[::-1])):
+
+        def meet(what: str, rank: Rank = rank, peer: Rank = peer) -> None:
+            for code in rank.codes:
+                code.append(f"fence.proxy.alias {what}")
+            rank.barrier(f"post_{what}")
+            rank.publish(f"{what}_at_{peer.name}", 1)
+            rank.observe(f"{what}_at_{rank.name}", 1)
+            rank.barrier(f"await_{what}")
+
+        rank.write(f"window_{rank.name}", 1)
+        meet("parts")
+        for place in "ab":
+            rank.codes[1].append(f"ld.alias {rank.name}_sum_{place}, [window_{place}_{part}]")
+            rank.wrong.append(f"{rank.name}_sum_{place} != 1")
+        for place in "ab":
+            rank.codes[1].append(f"st.alias [window_{place}_{part}], 2")
+        meet("results")
+        rank.read(f"window_{rank.name}", 2)
+        rank.barrier("next_tile")
+        rank.write(f"window_{rank.name}", 3)
+    return shape_of(*ranks)
+
+
 def early(shape: Shape, first: str, second: str) -> Shape:
     """With each instruction that matches `second` moved up before the last that matches `first`."""
     changed = []
@@ -596,6 +626,7 @@ SHAPES = {
     "a message": message(),
     "located tensors": located(),
     "LL": ll(LL_SETS),
+    "NVLS": nvls(),
     **{
         f"push, {algorithm}, {sets} sets": push(algorithm, sets)
         for algorithm, enough in ENOUGH.items()
@@ -692,6 +723,19 @@ MUTANTS = {
     "LL, one set too few": ll(LL_SETS - 1),
     "LL, no wait for the flags of earlier calls": ll(LL_SETS, waits=False),
     "LL, kernels of a rank at once": drop(ll(LL_SETS), "task"),
+    **{f"NVLS, {what}": edit(nvls(), *change) for what, change in FLAGS.items()},
+    **{
+        f"NVLS, no {what}": drop(nvls(), f"{step}$")
+        for what, step in (
+            ("fence after the copy in", "alias parts"),
+            ("fence after the sums", "alias results"),
+            ("barrier before the first flag", "sync post_parts"),
+            ("barrier after the first flag", "sync await_parts"),
+            ("barrier before the second flag", "sync post_results"),
+            ("barrier after the second flag", "sync await_results"),
+            ("barrier before the next tile", "sync next_tile"),
+        )
+    },
     **{f"pipe, {what}": edit(FIRST_PIPE, *change) for what, change in FLAGS.items()},
     **{
         f"pipe, no barrier at {where}": drop(FIRST_PIPE, f"sync {where}")

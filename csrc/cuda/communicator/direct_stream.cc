@@ -12,8 +12,6 @@
 #include "cuda/cuda_errors.h"
 #include "cuda/gpu_device.h"
 #include "cuda/kernels/direct_schedule.h"
-#include "cuda/memory/closer.h"
-#include "cuda/memory/own_memory.h"
 
 namespace ringreduce::cuda {
 
@@ -24,6 +22,8 @@ struct HostCommunicator::State::Turn {
   using Step = const ScheduleStep&;
   std::function<void(Step)> stage, lead;
   std::function<DeliverCall(Step)> deliver;
+  std::function<void(Step)> look = {};
+  uint32_t ready = kInHalf;  // what this rank tells its leaders
 };
 
 void HostCommunicator::State::put(const std::vector<ScheduleStep>& steps, const Turn& turn,
@@ -48,7 +48,10 @@ void HostCommunicator::State::put(const std::vector<ScheduleStep>& steps, const 
         turn.stage(step);
         break;
       case Do::kSet:
-        write(wordOf(step), 1);
+        write(wordOf(step), step.word == Word::kReady ? turn.ready : 1);
+        break;
+      case Do::kLook:
+        turn.look(step);
         break;
       case Do::kTake:
         write(wordOf(step), 0);
@@ -96,85 +99,89 @@ void HostCommunicator::State::carry(const CarryCall& call, DType dtype, cudaStre
 
 // ---- all_reduce
 
-std::optional<HostCommunicator::State::Places> HostCommunicator::State::placesOf(
-    const GpuAllReduce& call, cudaStream_t stream) {
-  const size_t bytes = call.count * sizeOf(call.dtype);
-  const auto find = [&](const void* p) -> Registered* {
-    const auto at = reinterpret_cast<uintptr_t>(p);
-    auto entry = registered.upper_bound(at);
-    if (entry == registered.begin()) return nullptr;
-    --entry;
-    const bool inside = at - entry->first + bytes <= entry->second.bytes;
-    return inside ? &entry->second : nullptr;
-  };
-  // Inputs to be scaled must be copied anyway.
-  if (!call.registered || call.op == ReduceOp::kPremulSum) return std::nullopt;
-  Registered *in = find(call.input), *out = find(call.output);
-  if (!in || !out) return std::nullopt;
-  if (captureOf(stream)) in->is_captured = out->is_captured = true;
-  Places found;
-  const auto offset = [&](const Registered& r, const void* p) {
-    return static_cast<size_t>(static_cast<const std::byte*>(p) - r.buffer->at(group->rank()));
-  };
-  const size_t in_at = offset(*in, call.input), out_at = offset(*out, call.output);
-  for (uint64_t word : {in->number + 1, in_at + 1, out->number + 1, out_at + 1})
-    found.hash = mixed(found.hash, word);
-  for (int r = 0; r < group->size(); ++r) {
-    found.in.push_back(in->buffer->at(r) + in_at);
-    found.out.push_back(out->buffer->at(r) + out_at);
+// Where this call's tensors are: located, if all peers map them by now.
+LookCall HostCommunicator::State::lookCall(const GpuAllReduce& call, const Location& here,
+                                           uint64_t number) const {
+  const int me = group->rank();
+  LookCall look{.rank = me,
+                .size = group->size(),
+                .ready = nullptr,
+                .told = {},
+                .half = {},
+                .input = nullptr,
+                .output = nullptr,
+                .bytes = call.count * sizeOf(call.dtype),
+                .begin = 0,
+                .what = here.what,
+                .table = comm.table,
+                .found = foundOnDevice(),
+                .abort = {},
+                .local = localOnDevice(),
+                .trouble = comm.trouble,
+                .operation = number};
+  if (here.in.segment != 0) look.input = static_cast<const std::byte*>(call.input);
+  if (here.out.segment != 0) look.output = static_cast<std::byte*>(call.output);
+  for (int r = 0; r < look.size; ++r) {
+    look.told[r] = stateOnDevice(r)->told;
+    look.abort[r] = &stateOnDevice(r)->abort;
   }
-  return found;
+  return look;
 }
 
 void HostCommunicator::State::direct(const GpuAllReduce& call, cudaStream_t stream) {
-  const std::optional<Places> registered_at = placesOf(call, stream);
-  const bool staged = !registered_at;
   const int me = group->rank(), size = group->size();
   const size_t width = sizeOf(call.dtype);
-  const auto stage_piece = [&](const ScheduleStep& step) {
-    stage(call, step.piece.begin, stagedAt(step.half).base[me], step.piece.size, stream);
+  Location here = locationOf(call, stream);
+  for (Place* place : {&here.in, &here.out})
+    if (place->segment != 0 && !board->isMapped(*place)) *place = {};
+  const auto put_all = [&](uint64_t number) {
+    const uint32_t ready = locations->tell(here, number, captureOf(stream).has_value());
+    const bool stages = here.in.segment == 0, returns = here.out.segment == 0;
+    LookCall look = lookCall(call, here, number);
+    const auto stage_piece = [&](const ScheduleStep& step) {
+      stage(call, step.piece.begin, stagedAt(step.half).base[me], step.piece.size, stream);
+    };
+    const auto look_at = [&](const ScheduleStep& step) {
+      if (step.piece.size == 0) return;
+      const StagedAt halves = stagedAt(step.half);
+      std::copy_n(halves.base, size, look.half);
+      look.begin = step.piece.begin * width;
+      look.ready = &stateOnDevice(me)->words[wordIndex(Word::kReady, step.half, 0, size)];
+      launch(lookKernel(), 1, &look, false, stream);
+    };
+    const auto lead = [&](const ScheduleStep& step) {
+      if (step.elements.size == 0) return;
+      const DirectCall adds{.size = size,
+                            .sinks = size,
+                            .chunk = Cut{call.count, size}.chunkSize(),
+                            .begin = step.elements.begin,
+                            .elements = step.elements.size,
+                            .first = step.piece.begin,
+                            .tensors = {},
+                            .arithmetic = arithmeticOf(call.dtype, call.op, call.factor),
+                            .abort = &stateOnDevice(me)->abort,
+                            .found = foundOnDevice()};
+      launch(kernelsOf(call.dtype).direct,
+             blocksToMove(step.elements.size * width, facts.multiprocessors), &adds, false, stream);
+    };
+    const auto deliver = [&](const ScheduleStep& step) {
+      DeliverCall sums = deliverCall(call.output, call.count * width, call.dtype);
+      if (returns) {
+        sums.from = stagedAt(step.half).base[me];
+        sums.to += step.piece.begin * width;
+        sums.bytes = step.piece.size * width;
+      }
+      return sums;
+    };
+    const size_t most = halfOfStaging() / width / kChunkElements * kChunkElements;
+    const std::vector<Span> pieces = piecesOf(call.count, most);
+    const bool shared = call.count * width >= tuning.shared_lead;
+    put(directSchedule(me, size, pieces, schedules, shared, stages),
+        {.stage = stage_piece, .lead = lead, .deliver = deliver, .look = look_at, .ready = ready},
+        stream);
+    schedules += pieces.size();
   };
-  const auto lead = [&](const ScheduleStep& step) {
-    if (step.elements.size == 0) return;
-    DirectCall adds{.size = size,
-                    .sinks = size,
-                    .chunk = Cut{call.count, size}.chunkSize(),
-                    .begin = step.elements.begin,
-                    .elements = step.elements.size,
-                    .first = step.piece.begin,
-                    .inputs = {},
-                    .outputs = {},
-                    .arithmetic = arithmeticOf(call.dtype, call.op, call.factor),
-                    .abort = &stateOnDevice(me)->abort};
-    const StagedAt halves = stagedAt(step.half);
-    for (int r = 0; r < size; ++r) {
-      const auto i = static_cast<size_t>(r);
-      adds.inputs[r] = staged ? halves.base[r] : registered_at->in[i];
-      adds.outputs[r] = staged ? halves.base[r] : registered_at->out[i];
-    }
-    launch(kernelsOf(call.dtype).direct,
-           blocksToMove(step.elements.size * width, facts.multiprocessors), &adds, false, stream);
-  };
-  const auto deliver = [&](const ScheduleStep& step) {
-    DeliverCall sums = deliverCall(call.output, call.count * width, call.dtype);
-    if (staged) {
-      sums.from = stagedAt(step.half).base[me];
-      sums.to += step.piece.begin * width;
-      sums.bytes = step.piece.size * width;
-    }
-    return sums;
-  };
-  const uint64_t places = registered_at ? registered_at->hash : 0;
-  dispatch(told(call, mixed(static_cast<uint64_t>(Choice::kDirect), places)), stream,
-           [&](uint64_t) {
-             const size_t most =
-                 staged ? halfOfStaging() / width / kChunkElements * kChunkElements : call.count;
-             const std::vector<Span> pieces = piecesOf(call.count, most);
-             const bool shared = call.count * width >= tuning.shared_lead;
-             put(directSchedule(me, size, pieces, schedules, shared, staged),
-                 {.stage = stage_piece, .lead = lead, .deliver = deliver}, stream);
-             schedules += pieces.size();
-           });
+  dispatch(told(call, Choice::kDirect), stream, put_all);
 }
 
 // ---- the other calls, always through the staging memory
@@ -264,105 +271,6 @@ void HostCommunicator::State::direct(const GpuBroadcast& call, cudaStream_t stre
     putOwn(piecesOf(all, halfOfStaging() / kLine * kLine), call.root,
            {.stage = move, .lead = move, .deliver = deliver}, stream);
   });
-}
-
-// ---- registered buffers
-
-std::shared_ptr<void> HostCommunicator::lastingMemory(const void* data, size_t bytes,
-                                                      std::vector<CUstream_st*> users) {
-  State& s = *state_;
-  // Kernels find a tensor where it is if it lies in own memory.
-  if (s.board && s.options.algorithm != Choice::kDirect) try {
-      const OnDevice here(s.device);
-      if (ownSegmentOf(data, bytes)) return nullptr;
-      return ownMemory(s.device, bytes, [users] { return users; });
-    } catch (const CudaError& error) {
-      if (error.ruinsProcess()) throw;
-      log("rank " + s.group->options().shown(rank()) + " of group '" + s.group->options().name +
-          "' copies a buffer of " + std::to_string(bytes) +
-          " bytes in each call, as there is no GPU memory that its peers could map: " +
-          error.what());
-      return nullptr;
-    }
-  MemoryPtr memory = cuda::lastingMemory(*s.memory, data, bytes);
-  if (!memory) return nullptr;
-  void* const at = memory->data();
-  return {at, [memory = std::move(memory), users = std::move(users)](void*) mutable {
-            closeLater([memory = std::move(memory), users = std::move(users)] {
-              const OnDevice here(memory->device());
-              try {
-                for (const cudaStream_t stream : users) await(stream);
-              } catch (const CudaError&) {
-                // The GPU has failed, and uses it no more.
-              }
-            });
-          }};
-}
-
-std::string HostCommunicator::registerBuffer(void* data, size_t bytes,
-                                             std::shared_ptr<void> owner) {
-  State& s = *state_;
-  const std::lock_guard lock(s.calls);
-  const OnDevice here(s.device);
-  Registration made = cuda::registerBuffer(*s.group, *s.memory, data, bytes);
-  if (!made.buffer) {
-    if (s.group->rank() == 0 && !std::exchange(s.told_refusal, true))
-      log("group '" + s.group->options().name +
-          "' copies buffers (DDP's buckets) that its ranks could else read in place: " +
-          made.refusal);
-    return made.refusal;
-  }
-  s.registered[reinterpret_cast<uintptr_t>(data)] = {.buffer = std::move(made.buffer),
-                                                     .bytes = bytes,
-                                                     .number = s.registrations++,
-                                                     .owner = std::move(owner)};
-  return "";
-}
-
-std::vector<std::shared_ptr<void>> HostCommunicator::unregisterBuffers(const Unused& unused) {
-  State& s = *state_;
-  const std::lock_guard lock(s.calls);
-  std::map<uint64_t, uintptr_t> by_number;  // which is a buffer's name on all ranks
-  for (const auto& [at, one] : s.registered) by_number[one.number] = at;
-  std::vector<uintptr_t> agreed;
-  constexpr size_t kAtOnce = 64;
-  struct Votes {
-    struct {
-      uint64_t number;
-      bool unused;
-    } of[kAtOnce];
-  };
-  for (auto next = by_number.begin(); next != by_number.end();) {
-    std::vector<uintptr_t> asked;
-    Votes mine{};
-    for (; next != by_number.end() && asked.size() < kAtOnce; ++next) {
-      const State::Registered& one = s.registered.at(next->second);
-      mine.of[asked.size()] = {one.number, !one.is_captured && unused(one.owner)};
-      asked.push_back(next->second);
-    }
-    const std::vector<Votes> all = gatherEach(*s.group, mine);
-    for (size_t i = 0; i < asked.size(); ++i)
-      if (std::ranges::all_of(all, [&](const Votes& one) {
-            return one.of[i].unused && one.of[i].number == mine.of[i].number;
-          }))
-        agreed.push_back(asked[i]);
-  }
-  if (agreed.empty()) return {};
-  s.watchdog->wait(kNever);
-  // No rank may still use them.
-  s.group->run({Barrier{}});
-  // Other ranks' memory lives while it is mapped, but for that of legacy IPC: its owners may free
-  // it only when no rank maps it.
-  const bool by_ipc = s.memory->access() == MemoryAccess::kLegacyIpc;
-  std::vector<std::shared_ptr<void>> given_back;
-  for (const uintptr_t at : agreed) {
-    State::Registered& one = s.registered.at(at);
-    given_back.push_back(std::move(one.owner));
-    if (!by_ipc) closeLater([buffer = std::shared_ptr<PeerBuffer>(std::move(one.buffer))] {});
-    s.registered.erase(at);
-  }
-  if (by_ipc) s.group->run({Barrier{}});
-  return given_back;
 }
 
 }  // namespace ringreduce::cuda

@@ -29,20 +29,21 @@ struct CUstream_st;  // cudaStream_t is a pointer to one
 namespace ringreduce::cuda {
 
 // The algorithms that a user can choose (RINGREDUCE_CUDA_ALGORITHM).  kAuto: gpu_tuning.h decides.
-enum class Choice : uint8_t { kAuto, kDirect, kOneShot, kTwoShot, kRing, kLL, kLocated };
+// It never takes kNvls, since the NVSwitch adds in an order of its own (nvls.h).
+enum class Choice : uint8_t { kAuto, kDirect, kOneShot, kTwoShot, kRing, kLL, kLocated, kNvls };
 inline constexpr const char* kChoiceNames[] = {"auto", "direct", "oneshot", "twoshot",
-                                               "ring", "ll",     "located"};
+                                               "ring", "ll",     "located", "nvls"};
 std::optional<Choice> choiceNamed(const std::string& name);
 
 // Choices of kernels that wait for their peers come after the others, as DeviceAlgorithm lists
-// them.  LL is a way to do one-shot, where there is a kernel for it, and "located" one to do
-// two-shot.
+// them.  LL is a way to do one-shot, where there is a kernel for it.  "located" and "nvls" are ways
+// to do two-shot.
 constexpr Choice choiceOf(DeviceAlgorithm algorithm) {
   return static_cast<Choice>(static_cast<int>(Choice::kOneShot) + static_cast<int>(algorithm));
 }
 constexpr DeviceAlgorithm kernelOf(Choice choice) {
   if (choice == Choice::kLL) return DeviceAlgorithm::kOneShot;
-  if (choice == Choice::kLocated) return DeviceAlgorithm::kTwoShot;
+  if (choice == Choice::kLocated || choice == Choice::kNvls) return DeviceAlgorithm::kTwoShot;
   return static_cast<DeviceAlgorithm>(static_cast<int>(choice) -
                                       static_cast<int>(Choice::kOneShot));
 }
@@ -65,9 +66,6 @@ struct GpuAllReduce {
   std::optional<Choice> algorithm = std::nullopt;  // for this call; the same on all ranks
   Label label = {};
   uint64_t borders = 0;  // of the tensors in `input` (bordersOf), the same on all ranks
-  // All ranks' tensors lie in buffers that were registered together, at the same places, if
-  // registering succeeded: then they are used where they are.
-  bool registered = false;
 };
 
 // Throws Error(kArgument) for calls that no communicator can perform.
@@ -127,27 +125,8 @@ class GpuCommunicator {
   // Whether calls on so many bytes use a tensor where it is, if it lies in own memory
   // (memory/own_memory.h); the same on all ranks.  Ranks need not agree on tensors.
   virtual bool usesOwnMemory(size_t /*bytes*/) const { return false; }
-
-  // Whether averages of registered buffers are faster than those of others; the same on all ranks.
-  virtual bool gainsByRegistering(DType, size_t /*bytes*/) const { return false; }
-  // Memory of at least so many bytes for a buffer that shall be registered, and whose own memory
-  // peers could not go on to use if its owner were killed.  Null if it may stay where it is, or if
-  // there is none.  It is given back some time after its last owner has let go, behind what is in
-  // the streams of its `users` then.
-  virtual std::shared_ptr<void> lastingMemory(const void* /*data*/, size_t /*bytes*/,
-                                              std::vector<CUstream_st*> /*users*/) {
-    return nullptr;
-  }
-  // Collective: lets peers map a buffer.  Returns "", or why it cannot be done, the same on all
-  // ranks; calls on the buffer then work as on other memory.  `owner` holds the memory: it is kept
-  // until the buffer is given back, and for ever if work in streams may touch it when the group
-  // ends.
-  virtual std::string registerBuffer(void* data, size_t bytes,
-                                     std::shared_ptr<void> owner = nullptr) = 0;
-  // Collective: gives back the buffers for whose owners `unused` holds on all ranks, once no work
-  // in streams can use them.  Those that a CUDA graph uses stay.
-  using Unused = std::function<bool(const std::shared_ptr<void>& owner)>;
-  virtual std::vector<std::shared_ptr<void>> unregisterBuffers(const Unused& unused) = 0;
+  // Whether kernels of all ranks use this memory where it is, by now.
+  virtual bool isMapped(const void* /*data*/, size_t /*bytes*/) const { return false; }
 
   // What its kernels know of a failure, in device memory, which is kept as long as this is.  A call
   // that fails sets found_inf before the output can be used, in streams and in replayed graphs.

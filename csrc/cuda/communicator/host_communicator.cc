@@ -69,13 +69,14 @@ Setting settingOf(const std::vector<Introduction>& all) {
   return setting;
 }
 
+cudaFuncAttributes load(const void* kernel) {
+  cudaFuncAttributes attributes;
+  cuda::check(cudaFuncGetAttributes(&attributes, kernel), "load a kernel");
+  return attributes;
+}
 // Loads all kernels now.  CUDA would load a kernel at its first launch, and wait for the GPU to be
 // idle: for ever, behind a kernel that waits for a peer.
 void loadKernels(int ranks) {
-  const auto load = [](const void* kernel) {
-    cudaFuncAttributes attributes;
-    cuda::check(cudaFuncGetAttributes(&attributes, kernel), "load a kernel");
-  };
   for (int t = 0; t < kKernelDTypes; ++t) {
     const Kernels& kernels = kernelsOf(static_cast<DType>(t));
     for (const void* kernel : kernels.all_reduce)
@@ -89,9 +90,11 @@ void loadKernels(int ranks) {
                                  kernels.fixed[place].located, kernels.fixed[place].ll})
         if (kernel) load(kernel);
   }
+  load(lookKernel());
   load(deliverKernel());
   for (int unit = 0; unit < kUnits; ++unit) {
     load(gatherKernel(unit));
+    load(locatedGatherKernel(unit));
     load(carryKernel(unit));
   }
 }
@@ -120,6 +123,7 @@ HostCommunicator::State::State(std::shared_ptr<Group> of, int on, const Communic
   const std::vector<Introduction> all = gatherEach(*group, mine);
   options.algorithm = all[0].algorithm;
   setting = settingOf(all);
+  if (options.algorithm == Choice::kNvls) makeWindow();
   pages = std::make_unique<MappedPages>(*group, device, sizeof(HostState));
   tuning = tune(setting);
   memory = std::make_unique<PeerMemory>(*group, device, tuning.layout(setting.ranks).bytes(),
@@ -142,10 +146,12 @@ HostCommunicator::State::State(std::shared_ptr<Group> of, int on, const Communic
   if (setting.ranks_on_device > 1 || !setting.run_at_once || options.algorithm == Choice::kDirect)
     staging = std::make_unique<PeerMemory>(*group, device, kHalves * kStagingBytes, options.access);
 
-  if (tuning.window_bytes > 0) board = std::make_unique<SegmentBoard>(*group, *memory);
+  if (options.maps_tensors && (tuning.window_bytes > 0 || staging))
+    board = std::make_unique<SegmentBoard>(*group, *memory);
 
   agreeOnStatus(*group, [&] {
-    constexpr size_t kBytes = roundUp(sizeof(DeviceComm), kLine) + sizeof(Local);
+    constexpr size_t kBytes =
+        roundUp(sizeof(DeviceComm), kLine) + sizeof(Local) + sizeof(PeerTensors);
     local = allocate(device, kBytes);
     Stream stream(device);
     stream.zero(local->data(), kBytes);
@@ -161,8 +167,34 @@ HostCommunicator::State::State(std::shared_ptr<Group> of, int on, const Communic
   });
   std::vector<HostState*> states;
   for (int r = 0; r < group->size(); ++r) states.push_back(state(r));
+  locations.emplace(*state(group->rank()));
   watchdog =
       std::make_unique<Watchdog>(*group, std::make_unique<HostRanks>(*group, std::move(states)));
+}
+
+void HostCommunicator::State::makeWindow() {
+  if (group->size() == 1) {  // it has nothing to add
+    options.algorithm = Choice::kAuto;
+    return;
+  }
+  try {
+    agreeOnStatus(*group, [&] {
+      if (setting.ranks_on_device > 1 || !setting.run_at_once)
+        throw Error(Failure::kSetup, "ranks share a GPU, or are on one that ends long kernels");
+      // Code for older GPUs, compiled for this one when it was loaded, has no such instructions.
+      for (const DType dtype : {DType::kFloat32, DType::kFloat16, DType::kBFloat16})
+        if (load(nvlsKernel(dtype)).ptxVersion < 90)
+          throw Error(Failure::kSetup, "its ringreduce was built for GPUs older than sm_90 only");
+    });
+    window = std::make_unique<MulticastWindow>(*group, device, kNvlsWindow);
+  } catch (const Error& error) {
+    if (error.facts().is_final.value_or(true)) throw;
+    throw Error(error.kind(),
+                std::string("RINGREDUCE_CUDA_ALGORITHM=nvls asks the NVSwitch to add, which it "
+                            "cannot do for this group (leave the choice to auto): ") +
+                    error.what(),
+                error.facts());
+  }
 }
 
 std::shared_ptr<HostCommunicator> HostCommunicator::create(std::shared_ptr<Group> group, int device,
@@ -206,14 +238,10 @@ MemoryAccess HostCommunicator::access() const {
   return state_->memory->access();
 }
 bool HostCommunicator::usesOwnMemory(size_t bytes) const {
-  const Choice wanted = state_->options.algorithm;
-  return state_->board && wanted != Choice::kDirect && state_->isLocated(bytes, wanted);
-}
-bool HostCommunicator::gainsByRegistering(DType, size_t bytes) const {
   const State& s = *state_;
   const Choice wanted = s.options.algorithm;
-  if (!kernelsRunAtOnce() || wanted == Choice::kDirect) return s.staging != nullptr;
-  return s.isLocated(bytes, wanted);
+  if (!s.board || !s.board->reaches()) return false;
+  return !kernelsRunAtOnce() || wanted == Choice::kDirect || s.isLocated(bytes, wanted);
 }
 bool HostCommunicator::kernelsRunAtOnce() const {
   return state_->setting.run_at_once;
@@ -224,7 +252,8 @@ bool HostCommunicator::isMapped(const void* data, size_t bytes) const {
 }
 size_t HostCommunicator::bytes() const {
   return state_->memory->bytes() + (state_->staging ? state_->staging->bytes() : 0) +
-         state_->local->bytes() + (state_->board ? state_->board->bytes() : 0);
+         state_->local->bytes() + (state_->board ? state_->board->bytes() : 0) +
+         (state_->window ? state_->window->bytes() : 0);
 }
 
 std::shared_ptr<Local> HostCommunicator::local() const {
@@ -261,6 +290,10 @@ Choice HostCommunicator::State::choose(size_t count, DType dtype, Choice choice)
     throw Error(Failure::kArgument,
                 "the direct schedule needs memory that is taken when the communicator is made: ask "
                 "for it then (RINGREDUCE_CUDA_ALGORITHM=direct)");
+  if (choice == Choice::kNvls && !window)
+    throw Error(Failure::kArgument,
+                "nvls needs memory that is taken when the communicator is made, and GPUs that an "
+                "NVSwitch adds for: ask for it then (RINGREDUCE_CUDA_ALGORITHM=nvls)");
   if (choice != Choice::kDirect && !setting.run_at_once)
     throw Error(
         Failure::kArgument,
@@ -270,7 +303,9 @@ Choice HostCommunicator::State::choose(size_t count, DType dtype, Choice choice)
             "with each other or with ranks of other groups, or are on a GPU that ends long kernels "
             "(one with a display, or under WSL): leave the choice to auto, which takes the direct "
             "schedule");
-  const bool has_kernel = choice == Choice::kDirect || hasKernel(kernelOf(choice), dtype);
+  const bool has_kernel =
+      choice == Choice::kDirect ||
+      (choice == Choice::kNvls ? hasNvlsKernel(dtype) : hasKernel(kernelOf(choice), dtype));
   return has_kernel ? choice : Choice::kTwoShot;
 }
 
@@ -283,21 +318,54 @@ bool HostCommunicator::State::isLocated(size_t bytes, Choice wanted) const {
   return wanted == Choice::kLocated || (wanted == Choice::kAuto && bytes >= tuning.located_least);
 }
 
+bool HostCommunicator::State::partsAreLocated(size_t count, DType dtype) const {
+  const size_t bytes = static_cast<size_t>(group->size()) * count * sizeOf(dtype);
+  return options.algorithm == Choice::kLocated ||
+         (options.algorithm == Choice::kAuto && bytes >= tuning.parts_located);
+}
+
+Place HostCommunicator::State::placeOf(const void* data, size_t parts, size_t bytes,
+                                       cudaStream_t stream) {
+  // Peers would add or move elements that are not aligned one at a time.
+  const size_t odd = reinterpret_cast<uintptr_t>(data) | (parts > 1 ? bytes : 0);
+  if (!board || odd % sizeof(Pack) != 0) return {};
+  const Place place = board->find(data, parts * bytes);
+  if (place.segment != 0 && captureOf(stream)) board->keep(place);
+  return place;
+}
+
+namespace {
+
+uint64_t hashOf(std::initializer_list<uint64_t> words) {
+  uint64_t hash = 0;
+  for (const uint64_t word : words) hash = mixed(hash, word);
+  return hash;
+}
+
+}  // namespace
+
 Location HostCommunicator::State::locationOf(const GpuAllReduce& call, cudaStream_t stream) {
-  uint64_t what = 0;
-  for (const uint64_t word : {uint64_t{call.count}, static_cast<uint64_t>(call.dtype),
-                              static_cast<uint64_t>(call.op), call.borders})
-    what = mixed(what, word);
-  const auto placeOf = [&](const void* data) -> Place {
-    // Peers would add elements that are not aligned one at a time.
-    if (!board || reinterpret_cast<uintptr_t>(data) % sizeof(Pack) != 0) return {};
-    const Place place = board->find(data, call.count * sizeOf(call.dtype));
-    if (place.segment != 0 && captureOf(stream)) board->keep(place);
-    return place;
-  };
+  const size_t bytes = call.count * sizeOf(call.dtype);
   // Inputs to be scaled are copied anyway.
-  return {call.op == ReduceOp::kPremulSum ? Place{} : placeOf(call.input), placeOf(call.output),
-          what};
+  return {call.op == ReduceOp::kPremulSum ? Place{} : placeOf(call.input, 1, bytes, stream),
+          placeOf(call.output, 1, bytes, stream),
+          hashOf({call.count, static_cast<uint64_t>(call.dtype), static_cast<uint64_t>(call.op),
+                  call.borders})};
+}
+Location HostCommunicator::State::locationOf(const GpuReduceScatter& call, cudaStream_t stream) {
+  const auto size = static_cast<size_t>(group->size());
+  const size_t bytes = call.count * sizeOf(call.dtype);
+  return {call.op == ReduceOp::kPremulSum ? Place{} : placeOf(call.input, size, bytes, stream),
+          {},
+          hashOf({static_cast<uint64_t>(Kind::kReduceScatter), call.count,
+                  static_cast<uint64_t>(call.dtype), static_cast<uint64_t>(call.op)})};
+}
+Location HostCommunicator::State::locationOf(const GpuAllGather& call, cudaStream_t stream) {
+  const auto size = static_cast<size_t>(group->size());
+  return {{},
+          placeOf(call.output, size, call.count * sizeOf(call.dtype), stream),
+          hashOf({static_cast<uint64_t>(Kind::kAllGather), call.count,
+                  static_cast<uint64_t>(call.dtype)})};
 }
 
 const FixedKernels* HostCommunicator::State::fixedOf(DType dtype, ReduceOp op) const {
@@ -308,7 +376,9 @@ const FixedKernels* HostCommunicator::State::fixedOf(DType dtype, ReduceOp op) c
 }
 
 Choice HostCommunicator::State::choose(const GpuAllReduce& call) const {
-  return choose(call.count, call.dtype, call.algorithm.value_or(options.algorithm));
+  const Choice choice = choose(call.count, call.dtype, call.algorithm.value_or(options.algorithm));
+  const bool is_sum = call.op == ReduceOp::kSum || call.op == ReduceOp::kAvg;
+  return choice == Choice::kNvls && !is_sum ? Choice::kTwoShot : choice;
 }
 
 Arithmetic HostCommunicator::State::arithmeticOf(DType dtype, ReduceOp op, double factor) const {
@@ -483,7 +553,7 @@ void HostCommunicator::allReduce(const GpuAllReduce& call, CUstream_st* stream) 
   const std::lock_guard lock(s.calls);
   const OnDevice here(s.device);
   if (size() == 1)
-    return s.dispatch(s.told(call, 0), stream, [&](uint64_t) {
+    return s.dispatch(s.told(call, Choice::kAuto), stream, [&](uint64_t) {
       s.stage(call, 0, static_cast<std::byte*>(call.output), call.count, stream);
     });
   const Choice choice = s.choose(call);
@@ -494,15 +564,21 @@ void HostCommunicator::allReduce(const GpuAllReduce& call, CUstream_st* stream) 
   const bool is_ll = fixed && goesByLL(s.tuning, bytes, wanted);
   const bool is_located = s.isLocated(bytes, wanted);
   const Choice taken = is_located ? Choice::kLocated : is_ll ? Choice::kLL : choice;
-  s.dispatch(s.told(call, static_cast<uint64_t>(taken)), stream, [&](uint64_t number) {
+  s.dispatch(s.told(call, taken), stream, [&](uint64_t number) {
     if (call.count == 0) return;
     const Kernels& kernels = kernelsOf(call.dtype);
     const DeviceAlgorithm algorithm = kernelOf(taken);
     const PartShape shape = is_located ? locatedShapeOf(s.tuning, call.count, size(), width)
                             : is_ll    ? llShapeOf(s.tuning, call.count)
-                                       : s.shapeOf(call, choice);
+                            : taken == Choice::kNvls
+                                ? nvlsShapeOf(s.tuning, call.count, size(), width)
+                                : s.shapeOf(call, choice);
     RankCall of_rank = s.rankCall(call, number);
     of_rank.slice = shape.slice;
+    if (taken == Choice::kNvls) {
+      const NvlsLaunch arguments{s.comm, of_rank, {s.window->own(), s.window->everyone()}};
+      return launch(nvlsKernel(call.dtype), shape.channels, &arguments, false, stream);
+    }
     if (is_located)
       return s.launchRank(of_rank, nullptr, fixed ? fixed->located : kernels.located,
                           shape.channels, stream, s.locationOf(call, stream));
@@ -545,9 +621,7 @@ void HostCommunicator::allReduceTogether(std::span<HostCommunicator* const> rank
   std::vector<State::Begun> begun;
   size_t finished = 0;
   const Range range(Kind::kAllReduce);
-  const auto toldOf = [&](size_t i) {
-    return ranks[i]->state_->told(calls[i], static_cast<uint64_t>(choice));
-  };
+  const auto toldOf = [&](size_t i) { return ranks[i]->state_->told(calls[i], choice); };
   try {
     for (size_t i = 0; i < ranks.size(); ++i) {
       State& s = *ranks[i]->state_;
@@ -585,6 +659,13 @@ void HostCommunicator::State::push(RankCall call, const void* kernel, const void
   launchRank(call, kernel, fixed, shape.channels, stream);
 }
 
+void HostCommunicator::State::launchLocated(RankCall call, const void* kernel, size_t width,
+                                            const Location& location, cudaStream_t stream) const {
+  const PartShape shape = locatedPartShapeOf(tuning, call.count, group->size(), width);
+  call.slice = shape.slice;
+  launchRank(call, nullptr, kernel, shape.channels, stream, location);
+}
+
 template <class Call, class Alone, class Push>
 void HostCommunicator::State::perform(const Call& call, cudaStream_t stream, Alone alone,
                                       Push push) {
@@ -610,6 +691,11 @@ void HostCommunicator::reduceScatter(const GpuReduceScatter& call, CUstream_st* 
   s.perform(call, stream, alone, [&](uint64_t number) {
     RankCall of_rank = s.rankCall(call, number);
     of_rank.scatter = true;
+    if (s.partsAreLocated(call.count, call.dtype)) {
+      const FixedKernels* fixed = s.fixedOf(call.dtype, call.op);
+      return s.launchLocated(of_rank, fixed ? fixed->located : kernelsOf(call.dtype).located,
+                             sizeOf(call.dtype), s.locationOf(call, stream), stream);
+    }
     constexpr auto kKernel = static_cast<size_t>(DeviceAlgorithm::kTwoShot);
     const FixedKernels* fixed = s.fixedOf(call.dtype, call.op);
     s.push(of_rank, kernelsOf(call.dtype).all_reduce[kKernel], fixed ? fixed->two_shot : nullptr,
@@ -622,8 +708,12 @@ void HostCommunicator::allGather(const GpuAllGather& call, CUstream_st* stream) 
   s.perform(call, stream, nullptr, [&](uint64_t number) {
     const int unit = unitOf(sizeOf(call.dtype));
     const size_t units = call.count * sizeOf(call.dtype) / unitBytes(unit);
-    s.push(s.movingCall(call.input, call.output, units, call.dtype, call.timeout, number),
-           gatherKernel(unit), nullptr, unitBytes(unit), stream);
+    const RankCall of_rank =
+        s.movingCall(call.input, call.output, units, call.dtype, call.timeout, number);
+    if (s.partsAreLocated(call.count, call.dtype))
+      return s.launchLocated(of_rank, locatedGatherKernel(unit), unitBytes(unit),
+                             s.locationOf(call, stream), stream);
+    s.push(of_rank, gatherKernel(unit), nullptr, unitBytes(unit), stream);
   });
 }
 

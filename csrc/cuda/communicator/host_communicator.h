@@ -32,6 +32,8 @@ struct CommunicatorOptions {
   bool together = false;
   // Ranks on this rank's GPU, if there are more than those of the group.
   int ranks_on_device = 1;
+  // Whether peers map own memory; the same on all ranks.
+  bool maps_tensors = true;
 
   static CommunicatorOptions fromEnvironment();  // throws Error(kArgument)
 };
@@ -60,12 +62,7 @@ class HostCommunicator final : public GpuCommunicator {
                                 std::span<const GpuAllReduce> calls, CUstream_st* stream);
 
   bool usesOwnMemory(size_t bytes) const override;
-  bool gainsByRegistering(DType dtype, size_t bytes) const override;
-  std::shared_ptr<void> lastingMemory(const void* data, size_t bytes,
-                                      std::vector<CUstream_st*> users) override;
-  std::string registerBuffer(void* data, size_t bytes,
-                             std::shared_ptr<void> owner = nullptr) override;
-  std::vector<std::shared_ptr<void>> unregisterBuffers(const Unused& unused) override;
+  bool isMapped(const void* data, size_t bytes) const override;
 
   std::shared_ptr<Local> local() const override;
   void check() override;
@@ -79,8 +76,6 @@ class HostCommunicator final : public GpuCommunicator {
   const Device& device() const;
   MemoryAccess access() const;    // to peers' memory
   bool kernelsRunAtOnce() const;  // if not, the direct schedule is taken
-  // Whether kernels of all ranks use this memory where it is, by now.
-  bool isMapped(const void* data, size_t bytes) const;
   // The algorithm of a call of so many bytes: never kAuto.
   Choice chosen(size_t count, DType dtype) const;
 

@@ -3,7 +3,6 @@
 
 #include <cuda_runtime_api.h>
 
-#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -19,8 +18,10 @@
 #include "cuda/gpu_device.h"
 #include "cuda/kernels/direct_schedule.h"
 #include "cuda/kernels/kernel_table.h"
+#include "cuda/kernels/nvls.h"
 #include "cuda/kernels/stream_kernels.h"
 #include "cuda/memory/device_memory.h"
+#include "cuda/memory/multicast.h"
 #include "cuda/memory/peer_memory.h"
 #include "cuda/memory/segment_board.h"
 #include "group/agreement.h"
@@ -38,11 +39,11 @@ struct HostCommunicator::State {
     Nanos timeout;
     const Label& label;
   };
-  // `where` is a hash of the algorithm and of the registered memory, which must be the same on all
-  // ranks.
-  Told told(const GpuAllReduce& call, uint64_t where) const {
-    return told(call,
-                {.kind = Kind::kAllReduce, .op = code(call.op), .parts = where ^ call.borders});
+  // All ranks must take the same algorithm.
+  Told told(const GpuAllReduce& call, Choice taken) const {
+    return told(call, {.kind = Kind::kAllReduce,
+                       .op = code(call.op),
+                       .parts = static_cast<uint64_t>(taken) ^ call.borders});
   }
   Told told(const GpuReduceScatter& call) const {
     return told(call, {.kind = Kind::kReduceScatter, .op = code(call.op)});
@@ -56,21 +57,24 @@ struct HostCommunicator::State {
   void validate(const GpuBroadcast& call) const;
   Choice choose(size_t count, DType dtype, Choice wanted) const;
   Choice choose(const GpuAllReduce& call) const;
+  // Collective, for kNvls.  Throws the same Error on all ranks where it is not to be had.
+  void makeWindow();
   // Whether calls other than all-reduce take the direct schedule.  The same on all ranks, since
   // rank 0's option holds for all.
   bool partsAreDirect() const {
     return !setting.run_at_once || options.algorithm == Choice::kDirect;
   }
-  // The registered buffers of a call, which all ranks must use at the same places.
-  struct Places {
-    std::vector<std::byte*> in, out;  // where the message begins, by rank
-    uint64_t hash = 0;
-  };
-  std::optional<Places> placesOf(const GpuAllReduce& call, cudaStream_t stream);
   // Whether an all-reduce of so many bytes uses tensors where they are; the same on all ranks.
   bool isLocated(size_t bytes, Choice wanted) const;
+  // The same of a call with parts of `count` elements.
+  bool partsAreLocated(size_t count, DType dtype) const;
+  // Where a tensor is that peers read or write, of parts of so many bytes; none if it has to be
+  // copied.
+  Place placeOf(const void* data, size_t parts, size_t bytes, cudaStream_t stream);
   // Where this rank's tensors are, for its kernel.
   Location locationOf(const GpuAllReduce& call, cudaStream_t stream);
+  Location locationOf(const GpuReduceScatter& call, cudaStream_t stream);
+  Location locationOf(const GpuAllGather& call, cudaStream_t stream);
   PartShape shapeOf(const GpuAllReduce& call, Choice choice) const;
   Arithmetic arithmeticOf(DType dtype, ReduceOp op, double factor) const;
   // A kernel's arguments, without a slice.  The second is of calls that only move data, and the
@@ -104,6 +108,9 @@ struct HostCommunicator::State {
   void perform(const Call& call, cudaStream_t stream, Alone alone, Push push);
   void push(RankCall call, const void* kernel, const void* fixed, size_t bytes,
             cudaStream_t stream);
+  // The same for a call on tensors where they are, with parts of elements of `width` bytes.
+  void launchLocated(RankCall call, const void* kernel, size_t width, const Location& location,
+                     cudaStream_t stream) const;
   // The kernels of a call for this very number of ranks; null if there are none.
   const FixedKernels* fixedOf(DType dtype, ReduceOp op) const;
   // Launches this rank's kernel of a call that waits for its peers: `fixed`, which takes a
@@ -118,6 +125,7 @@ struct HostCommunicator::State {
   void direct(const GpuAllGather& call, cudaStream_t stream);
   void direct(const GpuBroadcast& call, cudaStream_t stream);
   void put(const std::vector<ScheduleStep>& steps, const Turn& turn, cudaStream_t stream);
+  LookCall lookCall(const GpuAllReduce& call, const Location& here, uint64_t number) const;
   DeliverCall deliverCall(void* output, size_t bytes, DType dtype) const;
   void putOwn(const std::vector<Span>& pieces, int root, const Turn& turn, cudaStream_t stream);
   size_t halfOfStaging() const;
@@ -135,6 +143,8 @@ struct HostCommunicator::State {
   Local* localOnDevice() const {
     return reinterpret_cast<Local*>(local->data() + roundUp(sizeof(DeviceComm), kLine));
   }
+  // Where a leader's kernels find all ranks' tensors.
+  PeerTensors* foundOnDevice() const { return reinterpret_cast<PeerTensors*>(localOnDevice() + 1); }
 
   const std::shared_ptr<Group> group;
   const int device;
@@ -146,21 +156,12 @@ struct HostCommunicator::State {
 
   std::unique_ptr<MappedPages> pages;  // a HostState for each rank
   std::unique_ptr<PeerMemory> memory, staging;
-  std::unique_ptr<SegmentBoard> board;  // for kernels that use tensors where they are
+  std::unique_ptr<MulticastWindow> window;  // null: nobody has asked the NVSwitch to add
+  std::unique_ptr<SegmentBoard> board;      // for kernels that use tensors where they are
   DeviceComm comm{};
-  MemoryPtr local;  // a DeviceComm and a Local
-  // Buffers that peers map, by their address here, in the order in which they were registered.
-  struct Registered {
-    std::unique_ptr<PeerBuffer> buffer;
-    size_t bytes;
-    uint64_t number;
-    std::shared_ptr<void> owner;
-    bool is_captured = false;  // a CUDA graph may use it at any time
-  };
-  std::map<uintptr_t, Registered> registered;
-  uint64_t registrations = 0;
-  bool told_refusal = false;
+  MemoryPtr local;         // a DeviceComm, a Local and PeerTensors
   uint64_t schedules = 0;  // pieces of direct schedules so far
+  std::optional<ToldLocations> locations;
 
   std::mutex calls;  // one at a time puts work into streams
   CallOrder order{device};

@@ -22,6 +22,29 @@ T get(T& word) {
 
 }  // namespace
 
+uint32_t ToldLocations::tell(Location& where, uint64_t number, bool captured) {
+  if (where.in.segment == 0 && where.out.segment == 0) return kInHalf;
+  size_t place = 0;
+  while (place < uses_.size() && !(own_.told[place] == where)) ++place;
+  if (place == uses_.size() && place < most_) {
+    uses_.push_back({});
+    own_.told[place] = where;
+  } else if (place == uses_.size()) {
+    const uint64_t finished = own_.finished.observe();
+    // After a failure a call that was released has finished, and late leaders may still look.
+    const bool failed = own_.abort.isSet(0);
+    for (place = 0; place < uses_.size(); ++place)
+      if (!failed && !uses_[place].captured && uses_[place].last < finished) break;
+    if (place == uses_.size()) {
+      where.in = where.out = {};
+      return kInHalf;
+    }
+    own_.told[place] = where;
+  }
+  uses_[place] = {number, captured || uses_[place].captured};
+  return kInHalf + 1 + static_cast<uint32_t>(place);
+}
+
 HostRanks::HostRanks(const Group& group, std::vector<HostState*> states)
     : group_(group), states_(std::move(states)), compared_(states_.size()) {
   for (int half = 0; half < kHalves; ++half)
@@ -165,7 +188,7 @@ Nanos HostRanks::lossPatience(bool came) const {
 void HostRanks::release() {
   for (HostState* one : states_) one->abort.setFirst();
   for (HostState* one : states_) one->abort.set();
-  for (HostState::Line& line : own().words) set(line.word, kReleased);
+  for (StreamWord& line : own().words) set(line.word, kReleased);
 }
 
 }  // namespace ringreduce::cuda

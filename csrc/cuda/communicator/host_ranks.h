@@ -64,10 +64,9 @@ struct HostState {
 
   // The owner's stream waits for these (direct_schedule.h), at wordIndex: other ranks set them, and
   // it takes them back.
-  struct alignas(kLine) Line {
-    uint32_t word;
-  };
-  Line words[kHalves * 2 * kMostRanks];
+  StreamWord words[kHalves * 2 * kMostRanks];
+  // Where the owner's tensors are; its `ready` words tell the place in this list.
+  Location told[kMostTold];
 
   // The number of the owner's calls, and of those that have left its streams and no longer touch
   // memory of other ranks.
@@ -76,9 +75,25 @@ struct HostState {
   StreamArrival arrivals[kRemembered];  // of the same operations
 };
 
-// Streams wait until (int32)(word - 1) >= 0.  This value releases them, and no rank sets it.
-inline constexpr uint32_t kReleased = uint32_t{1} << 30;
-static_assert(static_cast<int32_t>(kReleased - 1) >= 0);
+// The list HostState::told, for the rank that writes it.
+class ToldLocations {
+ public:
+  explicit ToldLocations(HostState& own, uint32_t most = kMostTold) : own_(own), most_(most) {}
+
+  // What the call of this number sets its `ready` words to.  If the list is full, its tensors are
+  // taken to be in the half, and `where` is changed to that.  `captured`: by a CUDA graph, which
+  // may tell it at any time.
+  uint32_t tell(Location& where, uint64_t number, bool captured);
+
+ private:
+  struct Use {
+    uint64_t last;  // the number of the last call that told it
+    bool captured;
+  };
+  HostState& own_;
+  const uint32_t most_;
+  std::vector<Use> uses_ = {};  // by place
+};
 
 // Each rank publishes its progress in its page, so every operation is compared and the progress is
 // always exact.

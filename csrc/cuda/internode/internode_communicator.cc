@@ -286,12 +286,6 @@ void InterNodeCommunicator::allGather(const GpuAllGather&, CUstream_st*) {
 void InterNodeCommunicator::broadcast(const GpuBroadcast&, CUstream_st*) {
   refuse("broadcast");
 }
-std::string InterNodeCommunicator::registerBuffer(void*, size_t, std::shared_ptr<void>) {
-  return "ranks of this group are on several hosts, which map none of each other's memory";
-}
-std::vector<std::shared_ptr<void>> InterNodeCommunicator::unregisterBuffers(const Unused&) {
-  return {};
-}
 
 // ---- all-reduce: rails, parts, and its end
 

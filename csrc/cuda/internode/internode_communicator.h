@@ -51,9 +51,6 @@ class InterNodeCommunicator final : public GpuCommunicator {
   void allGather(const GpuAllGather& call, CUstream_st* stream) override;
   void broadcast(const GpuBroadcast& call, CUstream_st* stream) override;
 
-  std::string registerBuffer(void* data, size_t bytes, std::shared_ptr<void> owner) override;
-  std::vector<std::shared_ptr<void>> unregisterBuffers(const Unused& unused) override;
-
   std::shared_ptr<Local> local() const override;
   void check() override;
   bool wait(Nanos longest = kNever) override;

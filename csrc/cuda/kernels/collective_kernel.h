@@ -46,7 +46,7 @@ RINGREDUCE_DEVICE void llBlock(Block& block, const DeviceComm& comm, const RankC
   guard.leave(channels, call.output, call.count * sizeof(typename E::Stored));
 }
 
-// All-reduce of tensors where they are; `peers` is in the block's shared memory.
+// All-reduce and reduce-scatter of tensors where they are; `peers` is in the block's shared memory.
 template <class E, class Rules, int P, class Block>
 RINGREDUCE_DEVICE void locatedBlock(Block& block, const DeviceComm& comm, const RankCall& call,
                                     const Location& location, PeerTensors& peers, int channel,
@@ -55,6 +55,18 @@ RINGREDUCE_DEVICE void locatedBlock(Block& block, const DeviceComm& comm, const 
   LocatedAllReduce<E, Rules, Block, P>(block, guard, comm, call, location, peers, channel, channels)
       .run();
   guard.leave(channels, call.output, call.count * sizeof(typename E::Stored));
+}
+
+// All-gather to tensors where they are, of elements of `unit` bytes.
+template <size_t unit, class Rules, class Block>
+RINGREDUCE_DEVICE void locatedGatherBlock(Block& block, const DeviceComm& comm,
+                                          const RankCall& call, const Location& location,
+                                          PeerTensors& peers, int channel, int channels) {
+  Guard<Block> guard(block, comm, call, channel);
+  LocatedAllGather<Raw<unit>, Rules, Block>(block, guard, comm, call, location, peers, channel,
+                                            channels)
+      .run();
+  guard.leave(channels, call.output, static_cast<size_t>(comm.size) * call.count * unit);
 }
 
 // All-gather and broadcast of elements of `unit` bytes.

@@ -9,7 +9,7 @@ namespace {
 using Do = ScheduleStep::Do;
 
 // `leads(r, k)`: rank r leads piece k; `gives(r)`: leaders touch memory of r; `part(k)`: what this
-// rank adds of it.  `returns`: owners wait for what leaders write.
+// rank adds of it.  `returns`: leaders write to what owners give, and these wait for that.
 template <class Leads, class Gives, class Part>
 std::vector<ScheduleStep> scheduleOf(int rank, int size, const std::vector<Span>& pieces,
                                      uint64_t first, bool staged, bool returns, Leads leads,
@@ -42,6 +42,7 @@ std::vector<ScheduleStep> scheduleOf(int rank, int size, const std::vector<Span>
   const auto lead = [&](size_t k) {
     if (!leads(rank, k)) return;
     words(Do::kAwait, Word::kReady, k, true, gives);
+    if (returns) put(Do::kLook, k);
     words(Do::kTake, Word::kReady, k, true, gives);
     put(Do::kLead, k).elements = part(k);
     words(Do::kSet, Word::kFree, k, true, gives);

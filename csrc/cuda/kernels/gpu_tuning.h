@@ -22,10 +22,12 @@
 //
 // Integers and truth values have no kernels but two-shot's (kernel_table.h), which takes all sizes.
 //
-// Reduce-scatter and all-gather of any size go by push: one hop, and (P-1)/P S sent of S in all
-// parts, as little as by a ring's P-1 hops.  A broadcast in one hop costs H + (P-1) S / B, and in
-// two hops as much as two-shot (push_gather.h): the same size decides, and two ranks always take
-// one hop.
+// Reduce-scatter and all-gather go by push: one hop, and (P-1)/P S sent of S in all parts, as
+// little as by a ring's P-1 hops.  On tensors where they are they take two hops and send as much,
+// but move 2 (P-1)/P S less through each GPU's own memory.  With 3 TB/s that is worth a hop from S
+// = 9 MB on for 2 ranks, and 5 MB for 8: arithmetic, not measured.  A broadcast in one hop costs H
+// + (P-1) S / B, and in two hops as much as two-shot (push_gather.h): the same size decides, and
+// two ranks always take one hop.
 //
 // Where ranks share one GPU, and all their kernels can run at once (one process, or MPS), a hop
 // costs 2 to 5 us (2 to 8 ranks) and B is the memory's: bytes as each algorithm's header counts
@@ -82,6 +84,7 @@ struct Tuning {
   size_t ll_most;        // bytes of a message that goes by LL
   size_t window_bytes;   // for tensors that peers cannot reach (located.h)
   size_t located_least;  // bytes from which on tensors are used where they are
+  size_t parts_located;  // the same of calls with parts, of all of them
   size_t shared_lead;    // direct schedule: from here on every rank leads a part
 
   constexpr DeviceLayout layout(int ranks) const {
@@ -159,6 +162,7 @@ constexpr Tuning tune(const Setting& s) {
           .located_least = s.run_at_once && s.all_to_all && s.linked
                                ? std::max(one_shot_most, size_t{256} << 10)
                                : SIZE_MAX,
+          .parts_located = s.run_at_once && s.all_to_all && s.linked ? size_t{8} << 20 : SIZE_MAX,
           // Where ranks take turns on one GPU, a part for each would cost a turn for each.
           .shared_lead = s.on_one_gpu && !s.run_at_once ? SIZE_MAX : size_t{1} << 20};
 }
@@ -202,14 +206,17 @@ constexpr PartShape llShapeOf(const Tuning& t, size_t count) {
   return {slice, static_cast<int>(ceilDiv(count, slice))};
 }
 
-// The elements of a chunk that a block has in a turn (located.h), of so many bytes each.  The
-// window has room for a turn's of all chunks.
-constexpr PartShape locatedShapeOf(const Tuning& t, size_t count, int ranks, size_t width) {
-  const size_t chunk = Cut{count, ranks}.chunkSize(), c = static_cast<size_t>(t.channels);
+// The elements of a chunk, or of a rank's part, that a block has in a turn (located.h), of so many
+// bytes each.  The window has room for a turn's of all chunks.
+constexpr PartShape locatedPartShapeOf(const Tuning& t, size_t chunk, int ranks, size_t width) {
+  const auto c = static_cast<size_t>(t.channels);
   const size_t fits = t.window_bytes / (c * static_cast<size_t>(ranks) * width);
   const size_t slice = std::clamp(roundUp(ceilDiv(chunk, c), kChunkElements), kChunkElements,
                                   fits / kChunkElements * kChunkElements);
   return {slice, static_cast<int>(std::clamp<size_t>(ceilDiv(chunk, slice), 1, c))};
+}
+constexpr PartShape locatedShapeOf(const Tuning& t, size_t count, int ranks, size_t width) {
+  return locatedPartShapeOf(t, Cut{count, ranks}.chunkSize(), ranks, width);
 }
 
 // The pushes of a call other than all-reduce, with parts (a broadcast: a message) of `count`

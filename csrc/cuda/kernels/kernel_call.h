@@ -82,7 +82,7 @@ struct RankCall {
   uint64_t operation;    // its number in the group, for messages
   size_t slice;          // elements (gpu_tuning.h): of a ring slice, or of a part pushed
   size_t window;         // ring: slices under way
-  bool scatter;          // two-shot: only its first half; broadcast: in two hops (push_gather.h)
+  bool scatter;          // two-shot: its first half, located too; broadcast: in two hops
   unsigned char poison;  // fills the output of a failed call (guard.h)
   int root;              // the rank that sends, or kEverybody
 };

@@ -49,8 +49,8 @@ constexpr bool hasKernel(DeviceAlgorithm algorithm, DType dtype) {
 struct FixedKernels {
   const void* one_shot;
   const void* two_shot;  // reduce-scatter too
-  const void* located;
-  const void* ll;  // one-shot of small messages
+  const void* located;   // reduce-scatter too
+  const void* ll;        // one-shot of small messages
 };
 
 struct Kernels {
@@ -65,10 +65,12 @@ struct Kernels {
 // The dtypes that kernels.cu compiles kernels for: the first of DType.
 inline constexpr int kKernelDTypes = 10;
 const Kernels& kernelsOf(DType dtype);
-// For all dtypes; takes a DeliverCall.
-const void* deliverKernel();
+// For all dtypes.
+const void* lookKernel();     // takes a LookCall; of one block
+const void* deliverKernel();  // takes a DeliverCall
 // For all dtypes of a unit (gpu_tuning.h).
-const void* gatherKernel(int unit);  // takes a RanksLaunch
-const void* carryKernel(int unit);   // takes a CarryCall
+const void* gatherKernel(int unit);         // takes a RanksLaunch
+const void* locatedGatherKernel(int unit);  // takes a RankLaunch
+const void* carryKernel(int unit);          // takes a CarryCall
 
 }  // namespace ringreduce::cuda

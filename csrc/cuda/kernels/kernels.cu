@@ -8,6 +8,11 @@
 namespace ringreduce::cuda {
 namespace {
 
+RINGREDUCE_KERNEL lookKernelOfAll(const __grid_constant__ LookCall call) {
+  Block block;
+  Look<DeviceRules, Block>(block, call).run();
+}
+
 RINGREDUCE_KERNEL deliverKernelOfAll(const __grid_constant__ DeliverCall call) {
   Block block;
   deliver(block, call, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
@@ -54,6 +59,10 @@ const Kernels& kernelsOf(DType dtype) {
   }
 }
 
+const void* lookKernel() {
+  return pointerTo(lookKernelOfAll);
+}
+
 const void* deliverKernel() {
   return pointerTo(deliverKernelOfAll);
 }
@@ -61,6 +70,13 @@ const void* deliverKernel() {
 const void* gatherKernel(int unit) {
   static const void* const kernels[kUnits] = {
       pointerTo(gatherKernelOf<0>), pointerTo(gatherKernelOf<1>), pointerTo(gatherKernelOf<2>)};
+  return kernels[unit];
+}
+
+const void* locatedGatherKernel(int unit) {
+  static const void* const kernels[kUnits] = {pointerTo(locatedGatherKernelOf<0>),
+                                              pointerTo(locatedGatherKernelOf<1>),
+                                              pointerTo(locatedGatherKernelOf<2>)};
   return kernels[unit];
 }
 

@@ -43,6 +43,15 @@ RINGREDUCE_KERNEL llKernel(const __grid_constant__ RankLaunch launch) {
       block, launch.comm, launch.call, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
 }
 
+template <int unit>
+RINGREDUCE_KERNEL locatedGatherKernelOf(const __grid_constant__ RankLaunch launch) {
+  __shared__ PeerTensors peers;
+  Block block;
+  locatedGatherBlock<unitBytes(unit), DeviceRules>(block, launch.comm, launch.call, launch.location,
+                                                   peers, static_cast<int>(blockIdx.x),
+                                                   static_cast<int>(gridDim.x));
+}
+
 // Of any number of ranks, too: `ranks` is 0.
 template <DType dtype, int ranks>
 RINGREDUCE_KERNEL locatedKernel(const __grid_constant__ RankLaunch launch) {
@@ -61,8 +70,10 @@ RINGREDUCE_KERNEL locatedKernel(const __grid_constant__ RankLaunch launch) {
 
 template <DType dtype>
 RINGREDUCE_KERNEL directKernel(const __grid_constant__ DirectCall call) {
+  __shared__ PeerTensors peers;
   Block block;
-  direct<Element<dtype>>(block, call, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
+  direct<Element<dtype>>(block, call, peers, static_cast<int>(blockIdx.x),
+                         static_cast<int>(gridDim.x));
 }
 
 template <DType dtype>

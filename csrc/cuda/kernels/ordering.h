@@ -96,6 +96,18 @@ RINGREDUCE_DEVICE inline void publishWord(uint64_t& word, uint64_t value) {
   DeviceRules::store<DeviceRules>(word, value);
 }
 
+// A word that streams set and wait for (direct_schedule.h), the first of its line: a GPU loads 8
+// bytes, as of all flags.
+RINGREDUCE_DEVICE inline uint32_t observeStreamWord(uint32_t& word) {
+#ifdef __CUDA_ARCH__
+  uint64_t value;
+  asm volatile("ld.acquire.sys.u64 %0, [%1];" : "=l"(value) : "l"(&word) : "memory");
+  return static_cast<uint32_t>(value);
+#else
+  return std::atomic_ref(word).load(std::memory_order_acquire);
+#endif
+}
+
 // A rank's own word, shared by its blocks: as it is now, in no order with anything else.
 RINGREDUCE_DEVICE inline uint32_t peekWord(uint32_t& word) {
 #ifdef __CUDA_ARCH__

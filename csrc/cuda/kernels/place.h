@@ -9,6 +9,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "base/bytes.h"
+
 namespace ringreduce::cuda {
 
 struct Place {
@@ -31,10 +33,29 @@ struct SegmentEntry {
   uint64_t bytes;
 };
 
-// Where a rank's tensors of a call are, as it tells its peers in the line of a flag (push.h).
+// Where a rank's tensors of a call are, as it tells its peers: in the line of a flag (push.h), or
+// in a list (direct_schedule.h).
 struct Location {
-  Place in, out;      // none: in the rank's window (device_layout.h)
+  Place in, out;      // none: in the rank's window (device_layout.h), or the half
   uint64_t what = 0;  // a hash of the call, which must be the same on all ranks
+
+  bool operator==(const Location&) const = default;
 };
+
+// Where a place of rank r is mapped here, of which `bytes` are meant; null if they do not all lie
+// in memory that is.
+template <class Rules>
+RINGREDUCE_DEVICE std::byte* tensorAt(SegmentEntry* table, int r, const Place& place,
+                                      size_t bytes) {
+  if (!table) return nullptr;
+  const SegmentEntry& known =
+      table[static_cast<size_t>(r) * kMostSegments + place.segment % kMostSegments];
+  if (Rules::template hear<Rules>(known.number) != place.segment) return nullptr;
+  const size_t all = Rules::template hear<Rules>(known.bytes);
+  if (place.offset > all || bytes > all - place.offset) return nullptr;
+  return reinterpret_cast<std::byte*>(
+             Rules::template hear<Rules>(reinterpret_cast<const uint64_t&>(known.data))) +
+         place.offset;
+}
 
 }  // namespace ringreduce::cuda

@@ -124,6 +124,15 @@ class PushExchange {
       flag(peer(i), what, comm_.rank).template publish<Rules>(step + 1 + kLeft);
   }
 
+  // Tells them so of both kinds, behind all that the block's threads have written, and waits until
+  // no peer is at work in this rank's memory, and none will be.
+  RINGREDUCE_DEVICE void depart(uint64_t parts, uint64_t results) const {
+    block_.sync();
+    leave(Of::kParts, parts);
+    leave(Of::kResults, results);
+    guard_.outwait(size() - 1, [&](int i) { return hasCome(Of::kResults, results, i); });
+  }
+
   // For the next kernel; called once, by all threads.
   RINGREDUCE_DEVICE void save(Of what, uint64_t step) const {
     if (block_.thread() == 0) counter(what) = step;

@@ -14,61 +14,165 @@
 
 #include "algorithm/cut.h"
 #include "cuda/kernels/device_layout.h"
+#include "cuda/kernels/direct_schedule.h"
 #include "cuda/kernels/guard.h"
 #include "cuda/kernels/kernel_call.h"
 #include "cuda/kernels/ordering.h"
+#include "cuda/kernels/place.h"
 #include "cuda/kernels/reduce_n.h"
 
 namespace ringreduce::cuda {
 
 struct DirectCall {
   int size;
-  int sinks;               // outputs: as many as ranks, or the leader's own
+  int sinks;               // outputs: as many as ranks, or the leader's own; at most `size`
   size_t chunk;            // elements of a chunk of the whole message (algorithm/cut.h)
   size_t begin, elements;  // the part that this leader adds
   size_t first;            // the element at which inputs and outputs begin
-  const std::byte* inputs[kMostRanks];  // each rank's, mapped here
-  std::byte* outputs[kMostRanks];       // may be the inputs
-  Arithmetic arithmetic;                // scaled already: `scale` is not looked at
-  AbortFlag* abort;                     // once it is set, nothing is written any more
+  PeerTensors tensors;     // each rank's, mapped here; outputs may be the inputs
+  Arithmetic arithmetic;   // scaled already: `scale` is not looked at
+  AbortFlag* abort;        // once it is set, nothing is written any more
+  const PeerTensors* found = nullptr;  // in device memory: replaces `tensors` (look)
 };
 
 // All ranks' inputs for a chunk, first to last.
+template <class Block>
 struct MappedAddends {
-  const DirectCall& call;
+  Block& block;
+  const PeerTensors& peers;
+  int size;
   size_t offset;
   int chunk;
   int own = -1;
   static constexpr int kCount = 0;
-  RINGREDUCE_DEVICE int count() const { return call.size; }
+  RINGREDUCE_DEVICE int count() const { return size; }
   RINGREDUCE_DEVICE const std::byte* operator()(int k) const {
-    return call.inputs[kthToAdd(chunk, k, call.size)] + offset;
+    return block.see(peers.input[kthToAdd(chunk, k, size)]) + offset;
   }
 };
 
+template <class Block>
 struct MappedOutputs {
-  const DirectCall& call;
+  Block& block;
+  const PeerTensors& peers;
+  int sinks;
   size_t offset;
   static constexpr int kCount = 0;
-  RINGREDUCE_DEVICE int count() const { return call.sinks; }
-  RINGREDUCE_DEVICE std::byte* operator()(int r) const { return call.outputs[r] + offset; }
+  RINGREDUCE_DEVICE int count() const { return sinks; }
+  RINGREDUCE_DEVICE std::byte* operator()(int r) const {
+    return block.see(peers.output[r]) + offset;
+  }
 };
 
+// `peers` is in the block's shared memory.
 template <class E, class Block>
-RINGREDUCE_DEVICE void direct(Block& block, const DirectCall& call, int channel, int channels) {
+RINGREDUCE_DEVICE void direct(Block& block, const DirectCall& call, PeerTensors& peers, int channel,
+                              int channels) {
   using Stored = AsStored<E>;
   constexpr size_t kWidth = sizeof(typename E::Stored);
-  if (block.any(block.thread() == 0 && call.abort->isSet(channel))) return;
+  const PeerTensors& tensors = call.found ? *call.found : call.tensors;
+  for (int r = block.thread(); r < call.size; r += block.threads()) {
+    block.show(peers.input[r], tensors.input[r]);
+    block.show(peers.output[r], tensors.output[r]);
+  }
+  if (block.any(block.thread() == 0 && (!tensors.input[0] || call.abort->isSet(channel)))) return;
   const size_t each =
       roundUp(ceilDiv(call.elements, static_cast<size_t>(channels)), kChunkElements);
   Span mine = piece(call.elements, each, static_cast<size_t>(channel));
   mine.begin += call.begin;
   forEachPiece(mine, call.chunk, [&](int chunk, size_t begin, size_t size) {
     const size_t offset = (begin - call.first) * kWidth;
-    Pass<E, Stored, Stored, Stored>::run(block, size, MappedAddends{call, offset, chunk},
-                                         MappedOutputs{call, offset}, call.arithmetic, true);
+    Pass<E, Stored, Stored, Stored>::run(
+        block, size, MappedAddends<Block>{block, peers, call.size, offset, chunk},
+        MappedOutputs<Block>{block, peers, call.sinks, offset}, call.arithmetic, true);
   });
 }
+
+// Finds where all ranks' tensors of a piece are, for the leader's kernel that follows.  One block
+// does it, since a GPU fetches a line of host memory for one block at a time.
+struct LookCall {
+  int rank, size;
+  StreamWord* ready;                 // in the leader's page: by owner
+  const Location* told[kMostRanks];  // each rank's list
+  std::byte* half[kMostRanks];       // each rank's, mapped here
+  const std::byte* input;  // the leader's own, where the message begins; null: in its half
+  std::byte* output;
+  size_t bytes, begin;           // of the message; where the piece begins in it
+  uint64_t what;                 // Location's
+  SegmentEntry* table;           // DeviceComm's; may be null
+  PeerTensors* found;            // in device memory
+  AbortFlag* abort[kMostRanks];  // each rank's
+  Local* local;
+  Trouble* trouble;
+  uint64_t operation;  // its number in the group
+};
+
+template <class Rules, class Block>
+class Look {
+ public:
+  RINGREDUCE_DEVICE Look(Block& block, const LookCall& call) : block_(block), call_(call) {}
+
+  RINGREDUCE_DEVICE void run() {
+    bool skips = false;
+    for (int r = block_.thread(); r < call_.size; r += block_.threads()) {
+      const std::byte* input = nullptr;
+      std::byte* output = nullptr;
+      switch (find(r, input, output)) {
+        case Cause::kNone:
+          call_.found->input[r] = input;
+          call_.found->output[r] = output;
+          break;
+        case Cause::kMismatch:
+          report(r);
+          [[fallthrough]];
+        default:
+          skips = true;
+      }
+    }
+    // What the leader's kernel looks at first.
+    if (block_.any(skips) && block_.thread() == 0) call_.found->input[0] = nullptr;
+  }
+
+ private:
+  RINGREDUCE_DEVICE Cause find(int r, const std::byte*& input, std::byte*& output) const {
+    input = output = call_.half[r];
+    if (r == call_.rank) {
+      if (call_.input) input = call_.input + call_.begin;
+      if (call_.output) output = call_.output + call_.begin;
+      return Cause::kNone;
+    }
+    const uint32_t word = observeStreamWord(call_.ready[r].word);
+    if (word == kInHalf) return Cause::kNone;
+    const uint32_t place = word - kInHalf - 1;
+    if (place >= kMostTold) return Cause::kAborted;  // kReleased, or what a stream did after that
+    const Location& theirs = call_.told[r][place];
+    if (Rules::template hear<Rules>(theirs.what) != call_.what) return Cause::kMismatch;
+    const auto pick = [&](const Place& told, auto& at) {
+      const Place where{Rules::template hear<Rules>(told.segment),
+                        Rules::template hear<Rules>(told.offset)};
+      if (where.segment == 0) return true;
+      at = tensorAt<Rules>(call_.table, r, where, call_.bytes);
+      if (at) at += call_.begin;
+      return at != nullptr;
+    };
+    return pick(theirs.in, input) && pick(theirs.out, output) ? Cause::kNone : Cause::kMismatch;
+  }
+
+  // Outputs must be poisoned before the leader says that it is done.
+  RINGREDUCE_DEVICE void report(int peer) const {
+    for (int r = 0; r < call_.size; ++r) publishWord(call_.abort[r]->copies[0].value, 1);
+    if (!claimWord(call_.local->cause, static_cast<uint32_t>(Cause::kMismatch))) return;
+    Trouble& trouble = *call_.trouble;
+    trouble.operation = call_.operation;
+    trouble.step = 0;
+    trouble.peer = peer;
+    trouble.channel = 0;
+    publishWord(trouble.cause, static_cast<uint64_t>(Cause::kMismatch));
+  }
+
+  Block& block_;
+  const LookCall& call_;
+};
 
 // A rank's copy into memory that its peers map; its addends are scaled on the way.
 struct CopyCall {
@@ -170,17 +274,18 @@ inline DirectCall addParts(const StagedAt& staged, void* output, size_t count, S
                            size_t width, const Arithmetic& arithmetic) {
   const auto mine = static_cast<size_t>(staged.rank);
   const size_t begin = mine * count + piece.begin;
-  DirectCall call{.size = staged.size,
-                  .sinks = 1,
-                  .chunk = count,  // each part is one
-                  .begin = begin,
-                  .elements = piece.size,
-                  .first = begin,
-                  .inputs = {},
-                  .outputs = {static_cast<std::byte*>(output) + piece.begin * width},
-                  .arithmetic = arithmetic,
-                  .abort = staged.abort};
-  for (int r = 0; r < staged.size; ++r) call.inputs[r] = staged.base[r] + mine * piece.size * width;
+  DirectCall call{
+      .size = staged.size,
+      .sinks = 1,
+      .chunk = count,  // each part is one
+      .begin = begin,
+      .elements = piece.size,
+      .first = begin,
+      .tensors = {.input = {}, .output = {static_cast<std::byte*>(output) + piece.begin * width}},
+      .arithmetic = arithmetic,
+      .abort = staged.abort};
+  for (int r = 0; r < staged.size; ++r)
+    call.tensors.input[r] = staged.base[r] + mine * piece.size * width;
   return call;
 }
 

@@ -121,13 +121,13 @@ class Physical {
 // Pieces of it, side by side.
 class Mapped final : public DeviceMemory {
  public:
-  Mapped(int device, std::span<const Physical> pieces)
+  Mapped(int device, std::span<const Physical> pieces, size_t alignment = 0)
       : DeviceMemory(device, std::accumulate(pieces.begin(), pieces.end(), size_t{0},
                                              [](size_t sum, const Physical& piece) {
                                                return sum + piece.bytes();
                                              })) {
     try {
-      map(pieces);
+      map(pieces, alignment);
     } catch (const CudaError&) {
       unmap();
       throw;
@@ -138,9 +138,9 @@ class Mapped final : public DeviceMemory {
   }
 
  private:
-  void map(std::span<const Physical> pieces) {
+  void map(std::span<const Physical> pieces, size_t alignment) {
     CUdeviceptr place = 0;
-    check(driver().memAddressReserve(&place, bytes_, 0, 0, 0),
+    check(driver().memAddressReserve(&place, bytes_, alignment, 0, 0),
           "reserve addresses for " + mebibytes(bytes_), device_);
     data_ = reinterpret_cast<std::byte*>(place);
     for (const Physical& piece : pieces) {
@@ -265,12 +265,12 @@ Exported allocateExported(int device, size_t bytes) {
   return {std::make_shared<Mapped>(device, std::span(&physical, 1)), std::move(fd)};
 }
 
-MemoryPtr mapExported(int device, std::span<const ExportedPiece> pieces) {
+MemoryPtr mapExported(int device, std::span<const ExportedPiece> pieces, size_t alignment) {
   const OnDevice here(device);
   std::vector<Physical> imported;
   for (const ExportedPiece& piece : pieces)
     imported.push_back(Physical::import(device, piece.fd, piece.bytes));
-  return std::make_shared<Mapped>(device, imported);
+  return std::make_shared<Mapped>(device, imported, alignment);
 }
 
 cudaIpcMemHandle_t ipcHandleOf(int device, void* base) {

@@ -55,12 +55,13 @@ struct Exported {
 };
 size_t exportGranularity(int device);
 Exported allocateExported(int device, size_t bytes);
-// Maps such memory, of any GPU, for kernels on `device`: the pieces side by side.
+// Maps such memory, of any GPU, for kernels on `device`: the pieces side by side, from an address
+// on that is a multiple of `alignment`, if that is not 0.
 struct ExportedPiece {
   Fd fd;
   size_t bytes;
 };
-MemoryPtr mapExported(int device, std::span<const ExportedPiece> pieces);
+MemoryPtr mapExported(int device, std::span<const ExportedPiece> pieces, size_t alignment = 0);
 
 // Opens an allocation of another process by its legacy IPC handle, for kernels on `device`.  That
 // process must not free it before this is gone.

@@ -64,47 +64,4 @@ class PeerMemory {
   std::unique_ptr<PeerPieces> state_;
 };
 
-// ---- users' buffers
-
-// A user's buffer that all ranks of a group reach where it is, so that nothing is copied.
-//
-// Only some memory can be handed to other processes: mappings of handles that were made to be
-// exported (torch's expandable segments) by a descriptor each, and a plain allocation (cudaMalloc,
-// torch's default allocator) by legacy IPC.  Under the latter a kernel that reads it may fault if
-// its owner is killed, which ruins the reader's process.  So that is done only where the group's
-// own memory goes that way too.  If a rank's buffer cannot be handed out, all ranks learn why, and
-// data is copied as without registration: that is no error.
-//
-// The buffer stays the user's.  No rank may free it before every rank has destroyed this object
-// (put a barrier between): mappings of freed plain memory are undefined.
-class PeerBuffer {
- public:
-  struct Piece {
-    MemoryPtr memory;  // that contains the rank's buffer; none where the pointer itself serves
-    std::byte* data;
-  };
-  PeerBuffer(std::vector<Piece> pieces, size_t bytes) : pieces_(std::move(pieces)), bytes_(bytes) {}
-
-  // Rank r's buffer, for kernels on this rank's GPU.
-  std::byte* at(int rank) const { return pieces_[static_cast<size_t>(rank)].data; }
-  size_t bytes() const { return bytes_; }
-
- private:
-  std::vector<Piece> pieces_;  // by rank
-  size_t bytes_;
-};
-
-// Memory in which what is at `data`, on the same GPU, could be registered although it is plain
-// memory.  Null if it need not be moved, or there is no such memory.
-MemoryPtr lastingMemory(const PeerMemory& memory, const void* data, size_t bytes);
-
-struct Registration {
-  std::unique_ptr<PeerBuffer> buffer;  // or none, and
-  std::string refusal;                 // why: "rank 1 ...", the same on all ranks
-};
-
-// Collective.  `memory` is of the same ranks and GPUs, which are then known to reach each other.
-// Throws the same Error on all ranks, and only if CUDA or the group has failed.
-Registration registerBuffer(Group& group, const PeerMemory& memory, void* data, size_t bytes);
-
 }  // namespace ringreduce::cuda

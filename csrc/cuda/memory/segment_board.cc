@@ -548,6 +548,9 @@ SegmentBoard::~SegmentBoard() {
 Place SegmentBoard::find(const void* data, size_t bytes) {
   return state_->find(data, bytes);
 }
+bool SegmentBoard::reaches() const {
+  return state_->reaches();
+}
 bool SegmentBoard::isMapped(Place place) const {
   return state_->isMapped(place.segment);
 }

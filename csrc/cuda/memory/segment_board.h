@@ -44,6 +44,8 @@ class SegmentBoard {
   // if it was not.  None if it does not, or if kMostSegments pieces are on the board.  Neither
   // calls CUDA nor waits.
   Place find(const void* data, size_t bytes);
+  // Whether own memory is ever found: the same on all ranks.
+  bool reaches() const;
   // Whether all peers map it, and the own table says so.
   bool isMapped(Place place) const;
   // The memory of a place that `find` has given is never given back: a CUDA graph has its address.

@@ -55,8 +55,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--compare", default=(), type=_peers, metavar="LIST",
         help="peers: gloo, mpi (needs mpi4py and mpirun), shared (ringreduce on tensors of "
         "ringreduce.empty), operator (torch.ops.ringreduce), on GPUs nccl and symm_mem (torch's "
-        "symmetric memory), or ringreduce itself with another algorithm: direct, twoshot, ring, on "
-        "GPUs also oneshot and ll, between hosts also bruck and hierarchical")  # fmt: skip
+        "symmetric memory), or ringreduce itself with another algorithm: direct, twoshot, ring; "
+        "on GPUs oneshot, ll, located, nvls; between hosts bruck, hierarchical")  # fmt: skip
     add("--codec", default=(), type=_codecs, metavar="LIST", dest="codecs",
         help=f"ringreduce's compressed all-reduce as well, of {', '.join(CODECS)}; int8@owner and "
         "int8@ring ask for a schedule; adds their errors against the exact sum")  # fmt: skip

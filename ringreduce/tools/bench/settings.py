@@ -21,7 +21,7 @@ DEVICES = ("cpu", "cuda")
 # ringreduce's algorithms of all-reduce on each device, and the variable that asks for one.
 ALGORITHMS = {
     "cpu": ("auto", "direct", "twoshot", "ring", "bruck", "hierarchical"),
-    "cuda": ("auto", "direct", "oneshot", "twoshot", "ring", "ll", "located"),
+    "cuda": ("auto", "direct", "oneshot", "twoshot", "ring", "ll", "located", "nvls"),
 }
 ALGORITHM_VARIABLES = {"cpu": "RINGREDUCE_ALGORITHM", "cuda": "RINGREDUCE_CUDA_ALGORITHM"}
 # ringreduce's other ways to call all_reduce: of shared tensors, and as an operator of torch.

@@ -2,6 +2,7 @@
 // one block, of one thread, and the fake is told of them.
 #pragma once
 
+#include "../../cpp/nvlink_switch.h"
 #include "base/clock.h"
 #include "kernels.h"
 
@@ -43,6 +44,21 @@ struct DeviceBlock {
   }
   static uint64_t nanoseconds() { return static_cast<uint64_t>(now()); }
   static void pause() { fakePause(); }
+};
+
+struct SwitchBlock : DeviceBlock<0> {
+  template <DType dtype>
+  Pack loadSum(const Pack* from) const {
+    void* places[8];
+    const int ranks = fakeMulticast(from, places);
+    return nvlink::sumOf<dtype>(ranks, [&](int r) { return *static_cast<const Pack*>(places[r]); });
+  }
+  void storeAll(Pack* to, Pack value) const {
+    void* places[8];
+    const int ranks = fakeMulticast(to, places);
+    for (int r = 0; r < ranks; ++r) *static_cast<Pack*>(places[r]) = value;
+  }
+  void fenceAliases() const {}
 };
 
 template <class Argument>

@@ -168,6 +168,7 @@ cudaError_t cudaLaunchKernel(const void* kernel, dim3 grid, dim3 block, void** a
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
   if (const auto e = fate()) return said(e);
   *attributes = {};
+  attributes->ptxVersion = attributes->binaryVersion = 90;
   return cudaSuccess;
 }
 

@@ -11,6 +11,10 @@ extern "C" void fakeRegisterKernel(const void* kernel, size_t argument_bytes, Fa
 // Between two looks of a block at a word that somebody sets.  Returns no more on a ruined GPU.
 extern "C" void fakePause();
 
+// Where this process sees the memory of all GPUs that a multicast address stands for, at most 8;
+// how many there are.
+extern "C" int fakeMulticast(const void* address, void** places);
+
 // How many events this process has made.
 extern "C" int fakeEventsMade();
 

@@ -81,8 +81,28 @@ def test_every_algorithm_has_the_cpus_bits(machine: Machine, algorithm: str) -> 
     machine.run(large, 2, RINGREDUCE_CUDA_ALGORITHM=algorithm)
 
 
+def in_the_switch(me: Rank) -> None:
+    """Whole numbers, of which sums in every order are the same; the last in two turns."""
+    device = use_gpu(me)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        for n in (0, 1, 1000, 300_001, 9_000_003 if dtype == torch.float32 else 70_000):
+            for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX):
+                mine = (torch.arange(n) % 13 + me.rank).to(dtype)
+                gpu = mine.to(device)
+                dist.all_reduce(mine, op)
+                dist.all_reduce(gpu, op)
+                same([gpu], [mine], f"{n} elements of {dtype}")
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_nvswitch_adds_where_it_is_asked_to(machine: Machine, size: int) -> None:
+    if machine.name != "four GPUs":
+        pytest.skip("ranks that share a GPU have no window")
+    machine.run(in_the_switch, size, RINGREDUCE_CUDA_ALGORITHM="nvls", FAKE_MULTICAST="1")
+
+
 def in_pieces(me: Rank) -> None:
-    """Messages that go through both halves of the staging memory several times."""
+    """Messages that go through both halves of the staging memory, or a window, several times."""
     device, P, n = use_gpu(me), me.world_size, 9 << 20
     for values in ("sums", "parts", "all", "root's"):
         length = 3 * n if values in ("sums", "root's") else n * P if values == "parts" else n
@@ -106,8 +126,11 @@ def in_pieces(me: Rank) -> None:
         assert torch.equal(gpu.cpu(), wanted), values
 
 
-def test_long_messages_go_in_pieces(machine: Machine) -> None:
-    machine.run(in_pieces, 2, RINGREDUCE_CUDA_ALGORITHM="direct")
+@pytest.mark.parametrize("algorithm", ["direct", "located"])
+def test_long_messages_go_in_pieces(machine: Machine, algorithm: str) -> None:
+    if machine.name == "one GPU" and algorithm != "direct":
+        pytest.skip("kernels of ranks that share a GPU in turns cannot wait for each other")
+    machine.run(in_pieces, 2, RINGREDUCE_CUDA_ALGORITHM=algorithm)
 
 
 def every_call(me: Rank) -> None:

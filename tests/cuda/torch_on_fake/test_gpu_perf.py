@@ -46,7 +46,7 @@ def test_every_algorithm_runs_on_all_gpus(tmp_path: Path, gpus: int) -> None:
 @pytest.mark.parametrize("gpus", [1, 2])
 def test_killed_ranks_and_a_stopped_one(tmp_path: Path, gpus: int) -> None:
     lines = perf(gpus, tmp_path / "lines", "kill", "--ranks", "2")
-    fates = [(line["mode"], line["registered"]) for line in lines]
+    fates = [(line["mode"], line["mapped"]) for line in lines]
     assert fates == [("kill", False), ("kill", True), ("stop", False)]
     assert all(line["gpus"] == gpus and len(line["pids"]) == 3 for line in lines)
     assert lines[1]["algorithm"] == ("direct" if gpus == 1 else "zerocopy")

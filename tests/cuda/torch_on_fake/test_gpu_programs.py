@@ -92,6 +92,7 @@ class Memory:
     truth: torch.Tensor
     event: torch.cuda.Event | None = None
     busy: bool = False  # an asynchronous call has it, or a graph
+    own: bool = False  # the group's, of which torch's allocator knows no streams
 
     def use(self, stream: torch.cuda.Stream) -> None:
         if self.event:
@@ -150,10 +151,13 @@ class Program:
     def allocate(self, draw: random.Random, stream: torch.cuda.Stream, _: int) -> None:
         self.alive.append(self._new(draw, stream, draw.choice([1000, 1 << 16, 600_000, 2 << 20])))
 
-    def free(self, draw: random.Random, *_: object) -> None:
+    def free(self, draw: random.Random, stream: torch.cuda.Stream, _: int) -> None:
         free = [one for one in self.alive if not one.busy]
         if free:
-            self.alive.remove(draw.choice(free))
+            one = draw.choice(free)
+            if one.own and one.event:  # it goes behind the current stream
+                stream.wait_event(one.event)
+            self.alive.remove(one)
 
     def empty_cache(self, *_: object) -> None:
         torch.cuda.empty_cache()
@@ -213,11 +217,16 @@ class Program:
     # ---- parts of them
 
     def _new(self, draw: random.Random, stream: torch.cuda.Stream, size: int) -> Memory:
-        first = draw.randrange(_SHIFTS)
-        found = torch.empty(size, dtype=torch.uint8, device=self.device)
+        first, chance = draw.randrange(_SHIFTS), draw.random()
+        # The group's own, which other ranks map, on all ranks or some; or torch's.
+        own = chance < 0.3 or (chance < 0.6 and self.me.rank % 2 == 1)
+        group = dist.group.WORLD
+        assert group is not None
+        make = group._get_backend(self.device).allocate_tensor if own else torch.empty
+        found = make(size, dtype=torch.uint8, device=self.device)
         found.copy_(pattern_on(self.device, torch.int64, 64).view(torch.uint8)[first:][:size])
         truth = pattern(torch.int64, 64).view(torch.uint8)[first:][:size]
-        memory = Memory(found, stream, truth.clone())
+        memory = Memory(found, stream, truth.clone(), own=own)
         memory.used(stream)
         return memory
 

@@ -1,0 +1,37 @@
+// Memory of several GPUs that an NVSwitch adds and stores to as if it were one: a multicast object,
+// to which each GPU binds memory of its own.
+//
+// The driver's rules, which the order of the steps follows: all GPUs are added before one binds
+// memory (the call would wait for them without end), and nobody may use the object before all have
+// bound theirs.  An object that goes to other processes takes only memory that could go there too.
+// What is bound, offsets and addresses are multiples of the object's granularity.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+
+#include "group/group.h"
+
+namespace ringreduce::cuda {
+
+class MulticastWindow {
+ public:
+  // Collective: all ranks, each on a GPU of its own, ask for the same `bytes`, which are zeroed.
+  // Throws the same Error on all ranks, which names the first that cannot have it.
+  MulticastWindow(Group& group, int device, size_t bytes);
+  // Gives it back.  No rank's kernels may use it any more.
+  ~MulticastWindow();
+  MulticastWindow(const MulticastWindow&) = delete;
+  MulticastWindow& operator=(const MulticastWindow&) = delete;
+
+  std::byte* own() const;       // this rank's memory
+  std::byte* everyone() const;  // the same place in all ranks' memory, for multimem instructions
+  size_t bytes() const { return bytes_; }
+
+ private:
+  struct Parts;
+  std::unique_ptr<Parts> parts_;
+  size_t bytes_;
+};
+
+}  // namespace ringreduce::cuda
