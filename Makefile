@@ -31,7 +31,7 @@ CUDA_VENV ?= .venv-cuda
 CUDA_ARCHS ?= 90
 # For cuda-build: a libringreduce_core.a of this very tree, which is then not compiled once more.
 CORE ?=
-# ON: asan has all checks of UBSan.
+# ON: asan has all checks of UBSan, and all tests on the fake of CUDA.
 SANITIZE_ALL ?= OFF
 # More arguments for CMake; setup.py reads the same variable.
 RINGREDUCE_CMAKE_ARGS ?=
@@ -146,7 +146,7 @@ ifeq ($(BASE_VENV),)
 $(VENV)/.ready: requirements-dev.txt
 	$(need_python)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q -r requirements-dev.txt '$(TORCH)'
+	$(BIN)/python -m pip install -q --no-compile -r requirements-dev.txt '$(TORCH)'
 	@touch $@
 else
 # Of CUDA's libraries, which a torch for GPUs loads even where it finds none, it has the runtime, and stubs
@@ -160,7 +160,7 @@ $(VENV)/.ready: $(BASE_VENV)/.ready
 	test -x $(BIN)/python || $(BASE_VENV)/bin/python -m venv --without-pip $(VENV)
 	cd $(VENV)/$(SITE_PACKAGES) && \
 	  echo $(abspath $(wildcard $(BASE_VENV)/$(SITE_PACKAGES))) > base.pth && \
-	  $(BIN)/python -m pip install -q --no-deps '$(TORCH)' && \
+	  $(BIN)/python -m pip install -q --no-compile --no-deps '$(TORCH)' && \
 	  if [ -e torch/lib/libtorch_cuda.so ]; then \
 	    $(BIN)/python -m pip install -q --no-deps \
 	      nvidia-cuda-runtime=="$$(sed -n "s/^cuda\b.*= '\(.*\)'/\1.*/p" torch/version.py)" && \
@@ -238,7 +238,7 @@ test-full: build
 
 # What takes minutes or gigabytes to show and rarely fails: whole runs of the benchmarks; 100 kills,
 # 1,000 groups, more than 2 GiB, random programs, on GPUs too; PyTorch's suite over sockets; each file compiled by
-# itself; machine code for all GPUs; every check of UBSan; and AArch64.
+# itself; the newest torch; machine code for all GPUs; every check of UBSan; and AArch64.
 nightly: build
 	$(BIN)/python -m pytest tests/tools/test_bench_runs.py -q
 	RINGREDUCE_TEST_FULL=1 $(BIN)/python -m pytest tests -q \
@@ -246,6 +246,7 @@ nightly: build
 	  compiled_steps or properties or random_faults"
 	RINGREDUCE_TEST_FULL=1 $(MAKE) torch-on-fake
 	$(MAKE) torch-suite-tcp
+	$(MAKE) torch-smoke
 	$(MAKE) includes
 	$(CMAKE) -B build/single -DRINGREDUCE_UNITY=OFF -DRINGREDUCE_WERROR=ON \
 	  -DRINGREDUCE_BUILD_EXTENSION=ON -DRINGREDUCE_PYTHON=$(BIN)/python
@@ -382,7 +383,7 @@ torch-on-fake: $(CUDA_VENV)/.ready
 $(CUDA_VENV)/.ready: requirements-cuda.txt
 	$(need_python)
 	test -x $(CUDA_VENV)/bin/python || $(PYTHON) -m venv $(CUDA_VENV)
-	$(CUDA_VENV)/bin/python -m pip install -q --no-deps -r requirements-cuda.txt
+	$(CUDA_VENV)/bin/python -m pip install -q --no-compile --no-deps -r requirements-cuda.txt
 	cd $(CUDA_VENV) && ln -sfn lib/python3*/site-packages/nvidia/cu13 cuda && ln -sfn lib cuda/lib64
 	@touch $@
 

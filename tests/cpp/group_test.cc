@@ -110,9 +110,10 @@ TEST(shared_tensors_give_the_canonical_bits) {
 // inputs.  The largest messages are written past the caches, and gathered into their outputs.
 TEST(every_collective_in_shared_tensors) {
   constexpr DType kType = DType::kFloat32;
-  for (const int P : {2, 3, 4, 5})
-    for (const size_t n : {size_t{16384}, size_t{30011},
-                           kStreamedBytes / sizeof(float) / static_cast<size_t>(P) + 5}) {
+  constexpr size_t kLarge = kStreamedBytes / sizeof(float) / 3 + 5;
+  for (const int P : {2, 3, 5})
+    for (const size_t n : {size_t{16384}, size_t{30011}, kLarge}) {
+      if (n == kLarge && P != 3) continue;
       const auto index = [](int r) { return static_cast<size_t>(r); };
       const size_t whole = index(P) * n;
       ranks::inGroup(P, [&](Group& group) {

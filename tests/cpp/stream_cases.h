@@ -24,7 +24,7 @@ using Bytes = std::vector<unsigned char>;  // compared by memcmp, as std::byte i
 constexpr unsigned char kUntouched = 0xa5;
 
 #ifdef __SANITIZE_THREAD__
-constexpr int kMostRanks = 5;  // it takes ten times as long
+constexpr int kMostRanks = 4;  // it takes ten times as long
 #else
 constexpr int kMostRanks = 7;
 #endif

@@ -101,15 +101,15 @@ TEST(ranks_agree_on_the_rate_of_lines) {
   const std::pair<stream_cases::Over, bool> kWorlds[] = {
       {overTcp, true}, {overStandIn, true}, {overSocketpairs, true}, {late, false}};
   for (const auto& [over, measures] : kWorlds)
-    for (const int P : {2, 3, 5})
+    for (const int P : {2, 5})
       for (StreamOptions options : stream_cases::everyChoice()) {
         options.measures = true;
         options.cost.hop = 1e-9;  // no call is all hops
-        constexpr size_t kCalls = 24;
+        constexpr size_t kCalls = 16;
         std::vector<std::vector<uint64_t>> rates(static_cast<size_t>(P));
         over(P, options, [&](Caller& call) {
           std::vector<uint64_t>& mine = rates[static_cast<size_t>(call.transport.rank())];
-          const size_t count = 256 << 10, part = 64 << 10;
+          const size_t count = 64 << 10, part = 32 << 10;
           std::vector<float> data(count), parts(static_cast<size_t>(P) * part);
           for (size_t i = 0; i < kCalls; ++i) {
             std::vector<const void*> inputs;

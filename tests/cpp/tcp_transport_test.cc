@@ -115,7 +115,7 @@ TEST(the_same_through_memory_and_over_both_wires_at_once) {
           5,
           [&](OneRank& me) {
             me.transport().setPatience({.spin = 0, .yield = sleeps ? 0 : 200 * kMicrosecond});
-            for (uint32_t seed = 40; seed < 52; ++seed) exchangeAll(me, seed);
+            for (uint32_t seed = 40; seed < 44; ++seed) exchangeAll(me, seed);
             // Only what went over sockets is counted, and has lines.
             std::set<int> lines;
             for (const Line& line : me.transport().lines()) lines.insert(line.to % hosts);

@@ -253,7 +253,7 @@ TEST(long_parts_are_used_where_they_are_on_linked_gpus) {
           for (const DType dtype : {DType::kFloat32, DType::kInt64}) {
             const bool long_ones =
                 wanted == Choice::kLocated || (wanted == Choice::kAuto && linked);
-            CHECK_EQ(comm->usesOwnMemory(least), long_ones);
+            CHECK_EQ(comm->usesOwnMemory(least), long_ones && linked);
             for (const bool scatters : {true, false}) {
               CHECK_EQ(isLocated(scatters, dtype, least), long_ones);
               CHECK_EQ(isLocated(scatters, dtype, size_t{1} << 20), wanted == Choice::kLocated);

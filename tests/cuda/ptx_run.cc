@@ -75,7 +75,7 @@ struct Which {
 std::vector<Which> everyKernel() {
   std::vector<Which> all;
   for (int unit = 0; unit < kUnits; ++unit)
-    all.push_back({kTwo, DType::kFloat32, 0, true, false, unit});
+    all.push_back({.algorithm = kTwo, .dtype = DType::kFloat32, .located = true, .unit = unit});
   for (int t = 0; t < kKernelDTypes; ++t) {
     const auto dtype = static_cast<DType>(t);
     for (const auto algorithm : {kOne, kTwo, kRing})

@@ -87,6 +87,7 @@ class LocatedCall {
   RINGREDUCE_DEVICE void inTurns(Bring bring, Move move, Take take) {
     const size_t turns = slicesOf(static_cast<int>(channel_), static_cast<int>(channels_),
                                   ceilDiv(chunk_, call_.slice));
+    if (turns == 0) return;
     const uint64_t parts = exchange_.first(kParts), results = exchange_.first(kResults);
     const Location here{input_is_mapped_ ? location_.in : Place{},
                         output_is_mapped_ ? location_.out : Place{}, location_.what};

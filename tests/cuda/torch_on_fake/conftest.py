@@ -22,7 +22,7 @@ if "/on_fake/lib/libcudart.so" not in os.environ.get("LD_PRELOAD", ""):
 MACHINES = {
     "one GPU": {"FAKE_GPUS": "1"},
     "one GPU with MPS": {"FAKE_GPUS": "1", "FAKE_MPS": "1"},
-    "four GPUs": {"FAKE_GPUS": "4", "RINGREDUCE_CUDA_OTHER": "host"},
+    "four GPUs": {"FAKE_GPUS": "4", "FAKE_MULTICAST": "1", "RINGREDUCE_CUDA_OTHER": "host"},
 }
 
 

@@ -98,7 +98,7 @@ def in_the_switch(me: Rank) -> None:
 def test_the_nvswitch_adds_where_it_is_asked_to(machine: Machine, size: int) -> None:
     if machine.name != "four GPUs":
         pytest.skip("ranks that share a GPU have no window")
-    machine.run(in_the_switch, size, RINGREDUCE_CUDA_ALGORITHM="nvls", FAKE_MULTICAST="1")
+    machine.run(in_the_switch, size, RINGREDUCE_CUDA_ALGORITHM="nvls")
 
 
 def in_pieces(me: Rank) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import os
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,9 @@ def live_and_die(me: Rank, names: list[str]) -> list[tuple[int, int, list[str]]]
         torch.cuda.synchronize()
         del x
         dist.destroy_process_group()
+        deadline = time.monotonic() + 20  # a thread gives memory back
+        while any("free" in name for name in held()[2]) and time.monotonic() < deadline:
+            time.sleep(0.01)
         seen.append(held())
     return seen
 
