@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.profiler import record_function
 from torch.nn.parallel import DistributedDataParallel
 
 from ringreduce.average import ranks_that_differ, start_average
@@ -638,7 +639,8 @@ class DiLoCo:
         flight = _Flight(fragment, self._step + self._overlap, [], group=group)
         steps, tokens = self._marks[fragment]
         weight = self._tokens - tokens if self._counts else self._step - steps
-        with self._dropping_rounds(group):
+        name = f"ringreduce.DiLoCo begins round {self._rounds}"
+        with record_function(name), self._dropping_rounds(group):
             if self._seconds is not None:
                 weight = max(1, weight)  # a rank without tokens has moved nothing
                 flight.weight = torch.tensor([weight], dtype=torch.float64, device="cpu")
@@ -696,15 +698,17 @@ class DiLoCo:
         for flight in list(filter(which, self._flights)):
             self._await(flight)
             self._flights.remove(flight)
-            keep = self._alpha if alpha is None else alpha
-            averages = zip(flight.sums, self._fragments[flight.fragment], strict=True)
-            for average, message in averages:
-                for part in message.parts:
-                    part.master.grad = part.of(average)
-            self.outer_optimizer.step()
-            for _, part in self._parts(flight.fragment):
-                part.master.grad = None
-                mixed = part.master.detach()
-                if keep:
-                    mixed = part.local.to("cpu", mixed.dtype) * keep + mixed * (1 - keep)
-                part.local.copy_(mixed)
+            with record_function(f"ringreduce.DiLoCo applies fragment {flight.fragment}"):
+                self._apply(flight, self._alpha if alpha is None else alpha)
+
+    def _apply(self, flight: _Flight, keep: float) -> None:
+        for average, message in zip(flight.sums, self._fragments[flight.fragment], strict=True):
+            for part in message.parts:
+                part.master.grad = part.of(average)
+        self.outer_optimizer.step()
+        for _, part in self._parts(flight.fragment):
+            part.master.grad = None
+            mixed = part.master.detach()
+            if keep:
+                mixed = part.local.to("cpu", mixed.dtype) * keep + mixed * (1 - keep)
+            part.local.copy_(mixed)
