@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.profiler import record_function
 from torch.nn.parallel import DistributedDataParallel
 
 from ringreduce.average import ranks_that_differ, start_average
@@ -45,16 +46,34 @@ _BLOCK = 32
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
+def _mesh(p: torch.Tensor) -> Any:
+    """The DeviceMesh over whose ranks a parameter is spread (FSDP2), or None."""
+    return getattr(p, "device_mesh", None)
+
+
+def _local(p: torch.Tensor) -> torch.Tensor:
+    """This rank's values of a parameter: all of them, or its shard."""
+    with torch.no_grad():
+        local: torch.Tensor = p.detach() if _mesh(p) is None else p.to_local()  # type: ignore[attr-defined]
+        return local
+
+
 def _shared_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """The parameters that sites share, by the names that they have without DDP."""
     found = parameters_of(model)
+    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+        raise ValueError(
+            "DiLoCo takes models of torch.distributed.fsdp.fully_shard, and not those of "
+            "FullyShardedDataParallel, whose flat parameters it does not know"
+        )
     if not found:
         raise ValueError("the model has no parameters that require a gradient")
     for name, p in found.items():
-        if type(p.data) is not torch.Tensor or p.layout != torch.strided or p.is_meta:
+        local = _local(p)
+        if type(local) is not torch.Tensor or local.layout != torch.strided or local.is_meta:
             raise ValueError(
-                f"DiLoCo takes whole dense parameters in memory, and {name} is a "
-                f"{type(p.data).__name__} on {p.device}"
+                f"DiLoCo takes dense parameters in memory, and {name} is a "
+                f"{type(local).__name__} on {local.device}"
             )
         if p.dtype not in _DTYPES:
             raise ValueError(
@@ -66,16 +85,20 @@ def _shared_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 @dataclass
 class _Shared:
-    """A parameter, and its global values: a piece of its message."""
+    """This rank's part of a parameter, and its global values: a piece of its message."""
 
     name: str
-    local: torch.nn.Parameter
+    parameter: torch.nn.Parameter
     begin: int  # in the message
     master: torch.nn.Parameter  # a view of the message's values
 
+    @property
+    def local(self) -> torch.Tensor:
+        return _local(self.parameter)
+
     def of(self, flat: torch.Tensor) -> torch.Tensor:
         """Its part of a tensor that is laid out as the message."""
-        return flat[self.begin : self.begin + self.local.numel()].view(self.local.shape)
+        return flat[self.begin : self.begin + self.master.numel()].view(self.master.shape)
 
 
 class _Message:
@@ -85,21 +108,22 @@ class _Message:
         begins, end = [], 0
         for p in parameters.values():
             begins.append(end)
-            end += -(-p.numel() // _BLOCK) * _BLOCK
+            end += -(-_local(p).numel() // _BLOCK) * _BLOCK
         self.values = torch.zeros(end, dtype=dtype, device="cpu")
         self.residual: torch.Tensor | None = None  # what coding has lost so far
         self.parts: list[_Shared] = []
         for begin, (name, p) in zip(begins, parameters.items(), strict=True):
-            place = self.values[begin : begin + p.numel()].view(p.shape)
+            local = _local(p)
+            place = self.values[begin : begin + local.numel()].view(local.shape)
             self.parts.append(_Shared(name, p, begin, torch.nn.Parameter(place)))
-            place.copy_(p.detach())
+            place.copy_(local)
 
     def pseudo_gradient(self) -> torch.Tensor:
         """What the inner steps have moved, away from the global values as the dtype has them."""
         moved = torch.zeros_like(self.values)
         for part in self.parts:
-            start = part.master.detach().to(part.local.dtype)
-            now = part.local.detach().to("cpu", moved.dtype)
+            start = part.master.detach().to(part.parameter.dtype)
+            now = part.local.to("cpu", moved.dtype)
             part.of(moved).copy_(start).sub_(now)
         return moved
 
@@ -126,6 +150,78 @@ def _split(parameters: dict[str, torch.nn.Parameter], fragments: int) -> list[li
     return found
 
 
+class _Site:
+    """The ranks that train as one: those of a DistributedDataParallel, or of FSDP2's mesh."""
+
+    def __init__(self, model: torch.nn.Module, parameters: dict[str, torch.nn.Parameter]) -> None:
+        if not dist.is_initialized():
+            raise RuntimeError("call torch.distributed.init_process_group first")
+        meshes = {_mesh(p) for p in parameters.values()}
+        self._device = _local(next(iter(parameters.values()))).device
+        self._groups: list[dist.ProcessGroup] = []  # what one of these has, all ranks have in turns
+        self.ranks = [dist.get_rank()]
+        self.is_sharded = meshes != {None}
+        if isinstance(model, DistributedDataParallel):
+            self._groups = [model.process_group]
+            self.ranks = dist.get_process_group_ranks(model.process_group)
+        elif self.is_sharded:
+            if len(meshes) > 1:
+                (one, p), *others = parameters.items()
+                odd = next(name for name, other in others if _mesh(other) != _mesh(p))
+                raise ValueError(
+                    f"all parameters must be sharded over one DeviceMesh, and {one} and {odd} are "
+                    "not: call fully_shard on the whole model"
+                )
+            mesh = meshes.pop()
+            self._groups = mesh.get_all_groups()
+            self.ranks = mesh.mesh.flatten().tolist()
+
+    @property
+    def shard(self) -> int:
+        """Which of the parts of all parameters this rank has."""
+        return self.ranks.index(dist.get_rank()) if self.is_sharded else 0
+
+    def group(self) -> Any:
+        """All ranks that have this rank's part; None for the default group.  Collective."""
+        if not self.is_sharded:
+            return None
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, self.ranks)
+        sites = sorted({tuple(ranks) for ranks in found})
+        if len({len(site) for site in sites}) > 1:
+            raise ValueError(
+                f"sites must shard parameters over equally many ranks, and theirs are {sites}"
+            )
+        made = [
+            dist.new_group(list(each), backend="ringreduce") for each in zip(*sites, strict=True)
+        ]
+        return made[self.shard]
+
+    def refuse(self, group: dist.ProcessGroup | None) -> None:
+        """Raises ValueError if rounds of the group's ranks would have nothing to do, or do harm."""
+        ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
+        if len(ranks) > 1 and set(ranks) <= set(self.ranks):
+            raise ValueError(
+                f"all of groups' ranks {ranks} train as one in each step (the model's "
+                "DistributedDataParallel or mesh has them all), so rounds have nothing to do: make "
+                "it over the ranks of a site (process_group=, mesh=), or leave it out"
+            )
+        if group and self.is_sharded and len(set(ranks) & set(self.ranks)) > 1:
+            raise ValueError(
+                f"groups' ranks {ranks} have different shards: of the ranks {self.ranks} of a "
+                'site, a group has one (groups="host" makes such groups)'
+            )
+
+    def any(self, mine: bool) -> bool:
+        """Whether it is so on any rank of the site; the same on all of these."""
+        for group in self._groups:
+            if group.size() > 1:
+                one = torch.tensor([mine], dtype=torch.int32, device=self._device)
+                dist.all_reduce(one, op=dist.ReduceOp.MAX, group=group)
+                mine = bool(one.item())
+        return mine
+
+
 @dataclass
 class _Flight:
     """An average of a fragment that has begun, or arrived, and is not applied yet."""
@@ -150,15 +246,16 @@ class DiLoCo:
     Make it on all ranks, which then agree on the arguments; ranks whose parameters differ from
     those of the first rank receive them.  In the `with`, each `optimizer.step()` counts.
 
-    Ranks that train as one, a site, are those of the model's DistributedDataParallel; without one
-    each rank is a site.  Sites weigh by their number of ranks.  Ranks of a site stay equal to the
-    bit, since an average has the same bits on all ranks.
+    Ranks that train as one, a site, are those of the model's DistributedDataParallel, or those over
+    which `fully_shard` has spread it; else each rank is a site.  Sites weigh by their number of
+    ranks.  Ranks of a site stay equal to the bit, since an average has the same bits on all ranks.
+    A rank of a sharded model averages its shard with those that have the same one.
 
     Args:
-        model: a module, or its DistributedDataParallel over a part of the ranks.  Parameters that
-            require a gradient are shared, of float32, float64 (never coded), float16 or bfloat16
-            (with a global copy in float32), on any device; the copies are in CPU memory.  Buffers
-            stay each rank's own.
+        model: a module, or its DistributedDataParallel over a part of the ranks, or one that
+            `fully_shard` has spread over the mesh of a site.  Parameters that require a gradient
+            are shared, of float32, float64 (never coded), float16 or bfloat16 (with a global copy
+            in float32), on any device; the copies are in CPU memory.  Buffers stay each rank's own.
         optimizer: the inner one, of the model's parameters.
         sync_every: inner steps from one round to the next.
         outer_optimizer: None for SGD with lr=0.7 and Nesterov momentum 0.9; or what makes one of
@@ -173,8 +270,9 @@ class DiLoCo:
             meanwhile.
         fragment_update_alpha: how much of the local parameters is kept in a round: 0 for none.
         groups: "host" for all ranks of the default group, where ranks of a host are added up in
-            its memory; or the process group whose ranks are averaged.  If it is not ringreduce's, a
-            ringreduce group over the same ranks is made.
+            its memory (of a sharded model: all that have the same shard; making the DiLoCo is then
+            collective for the default group); or the process group whose ranks are averaged.  If
+            it is not ringreduce's, a ringreduce group over the same ranks is made.
         sync_seconds: rounds by time, in place of `sync_every`.  A rank weighs by the tokens that
             `count` has been told since the last round, or else by its inner steps.
 
@@ -233,9 +331,9 @@ class DiLoCo:
             raise ValueError(f'groups is "host" or a process group, not {groups!r}')
         if not isinstance(groups, (str, dist.ProcessGroup)):
             raise TypeError(f'groups is "host" or a process group that has this rank: {groups!r}')
+        self._site = _Site(model, parameters)
         self._group = None if isinstance(groups, str) else groups
-        self._site = model.process_group if isinstance(model, DistributedDataParallel) else None
-        self._refuse_one_site()
+        self._site.refuse(self._group)
 
         self._optimizer = optimizer
         self._fragments = _split(parameters, fragments)
@@ -246,22 +344,9 @@ class DiLoCo:
         self._marks = [(0, 0)] * fragments  # the steps and tokens when a fragment's round began
         self._since = clock.now()
         self._hook: Any = None
+        if self._group is None:
+            self._group = self._site.group()
         self._agree()
-
-    def _refuse_one_site(self) -> None:
-        group = dist.group.WORLD if self._group is None else self._group
-        if group is None:
-            raise RuntimeError("call torch.distributed.init_process_group first")
-        ranks = set(dist.get_process_group_ranks(group))
-        site = {dist.get_rank()}
-        if self._site is not None:
-            site.update(dist.get_process_group_ranks(self._site))
-        if len(ranks) > 1 and ranks <= site:
-            raise ValueError(
-                "the DistributedDataParallel model averages the gradients of all of groups' ranks "
-                f"{sorted(ranks)} in each step, so rounds have nothing to do: make it over the "
-                "ranks of a site (process_group=), or leave it out"
-            )
 
     def _parts(self, fragment: int | None = None) -> Iterator[tuple[_Message, _Shared]]:
         some = self._fragments if fragment is None else [self._fragments[fragment]]
@@ -285,7 +370,7 @@ class DiLoCo:
             if not isinstance(made, torch.optim.Optimizer):
                 raise TypeError(f"outer_optimizer made a {type(made).__name__}, no optimizer")
             return made
-        copies = {id(part.local): part.master for _, part in self._parts()}
+        copies = {id(part.parameter): part.master for _, part in self._parts()}
         held = [id(p) for group in given.param_groups for p in group["params"]]
         if sorted(held) != sorted(copies) or given.state:
             raise ValueError(
@@ -438,7 +523,7 @@ class DiLoCo:
         lost.  As those of torch, it refers to tensors that the next step changes.
 
         Returns:
-            version, rank, step, rounds, tokens, marks, the global values (`parameters`) and
+            version, rank, shard, step, rounds, tokens, marks, the global values (`parameters`) and
             `residuals` by the names of parameters, the state of `outer_optimizer`, and `pending`:
             averages that are not applied yet.
         """
@@ -447,6 +532,7 @@ class DiLoCo:
         return {
             "version": 1,
             "rank": dist.get_rank(),
+            "shard": self._site.shard,
             "step": self._step,
             "rounds": self._rounds,
             "tokens": self._tokens if self._counts else None,
@@ -476,6 +562,12 @@ class DiLoCo:
         """
         if not isinstance(state_dict, Mapping) or state_dict.get("version") != 1:
             raise ValueError("this is no state_dict of a DiLoCo that is known here")
+        if state_dict["shard"] != self._site.shard:
+            raise ValueError(
+                f"the state is of shard {state_dict['shard']} of the model, and this rank has "
+                f"shard {self._site.shard}: load the state of rank {state_dict['rank']} on a rank "
+                "with the same shard"
+            )
         values, parts = state_dict["parameters"], list(self._parts())
         mine = {part.name: tuple(part.local.shape) for _, part in parts}
         theirs = {name: tuple(value.shape) for name, value in values.items()}
@@ -502,7 +594,7 @@ class DiLoCo:
                 if message.residual is not None and part.name in residuals:
                     part.of(message.residual).copy_(residuals[part.name])
                 if not own:
-                    part.local.detach().copy_(part.master)
+                    part.local.copy_(part.master)
         if own:
             self._counts = state_dict["tokens"] is not None
             self._tokens = state_dict["tokens"] or 0
@@ -536,13 +628,8 @@ class DiLoCo:
                 f for f in range(count) if self._every * (f + 1) // count % self._every == phase
             ]
         over = clock.now() - self._since >= self._seconds / count
-        if self._site is not None and self._site.size() > 1:
-            # All ranks of a site must begin at one step, and their clocks are not one.
-            device = next(self._parts())[1].local.device
-            one = torch.tensor([over], dtype=torch.int32, device=device)
-            dist.all_reduce(one, op=dist.ReduceOp.MAX, group=self._site)
-            over = bool(one.item())
-        return [self._rounds % count] if over else []
+        # All ranks of a site must begin at one step, and their clocks are not one.
+        return [self._rounds % count] if self._site.any(over) else []
 
     @torch.no_grad()
     def _begin(self, fragment: int) -> None:
@@ -552,7 +639,8 @@ class DiLoCo:
         flight = _Flight(fragment, self._step + self._overlap, [], group=group)
         steps, tokens = self._marks[fragment]
         weight = self._tokens - tokens if self._counts else self._step - steps
-        with self._dropping_rounds(group):
+        name = f"ringreduce.DiLoCo begins round {self._rounds}"
+        with record_function(name), self._dropping_rounds(group):
             if self._seconds is not None:
                 weight = max(1, weight)  # a rank without tokens has moved nothing
                 flight.weight = torch.tensor([weight], dtype=torch.float64, device="cpu")
@@ -610,16 +698,17 @@ class DiLoCo:
         for flight in list(filter(which, self._flights)):
             self._await(flight)
             self._flights.remove(flight)
-            keep = self._alpha if alpha is None else alpha
-            averages = zip(flight.sums, self._fragments[flight.fragment], strict=True)
-            for average, message in averages:
-                for part in message.parts:
-                    part.master.grad = part.of(average)
-            self.outer_optimizer.step()
-            for _, part in self._parts(flight.fragment):
-                part.master.grad = None
-                mixed = part.master.detach()
-                if keep:
-                    local = part.local.detach().to("cpu", mixed.dtype)
-                    mixed = local * keep + mixed * (1 - keep)
-                part.local.detach().copy_(mixed)
+            with record_function(f"ringreduce.DiLoCo applies fragment {flight.fragment}"):
+                self._apply(flight, self._alpha if alpha is None else alpha)
+
+    def _apply(self, flight: _Flight, keep: float) -> None:
+        for average, message in zip(flight.sums, self._fragments[flight.fragment], strict=True):
+            for part in message.parts:
+                part.master.grad = part.of(average)
+        self.outer_optimizer.step()
+        for _, part in self._parts(flight.fragment):
+            part.master.grad = None
+            mixed = part.master.detach()
+            if keep:
+                mixed = part.local.to("cpu", mixed.dtype) * keep + mixed * (1 - keep)
+            part.local.copy_(mixed)

@@ -1,24 +1,29 @@
-"""Gives Lightning's DDP the hook, exact or compressed, beside any backend.
+"""Callbacks for Lightning: the hook for its DDP, exact or compressed; outer steps between sites.
 
-    from ringreduce.integrations.lightning import CommHook
+    from ringreduce.integrations.lightning import CommHook, DiLoCo
     Trainer(strategy="ddp", callbacks=[CommHook(codec="int8")])
+    Trainer(strategy="ddp", callbacks=[DiLoCo(sync_every=30)])
 
 Lightning's own argument for it, `DDPStrategy(ddp_comm_hook=...)`, has no effect on CPUs, and takes
 a state before the model exists.  Where both packages are installed, lightning and
 pytorch_lightning, import the one that you use before this module.
 """
 
+import contextlib
 import importlib
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+import ringreduce
 from ringreduce.compression import CompressionState
+from ringreduce.core.backend import ringreduce_group
 from ringreduce.hooks import register_comm_hook
 
-__all__ = ["CommHook"]
+__all__ = ["CommHook", "DiLoCo"]
 
 
 def _find() -> Any:
@@ -73,3 +78,86 @@ class CommHook(Callback):
                 "CommHook is for strategies with DistributedDataParallel, such as 'ddp', not for "
                 f"{type(trainer.strategy).__name__}"
             )
+
+
+def _ranks_of_this_host() -> dist.ProcessGroup:
+    """A group of them.  Collective."""
+    hosts = ringreduce.topology.of(ringreduce_group(None)).hosts
+    made = {ranks: dist.new_group(list(ranks)) for ranks in hosts}
+    mine: dist.ProcessGroup = next(made[ranks] for ranks in hosts if dist.get_rank() in ranks)
+    return mine
+
+
+class DiLoCo(Callback):
+    """Trains by outer steps: DDP averages within a host, and `ringreduce.DiLoCo` between hosts.
+
+    Args:
+        settings: as `ringreduce.DiLoCo` has them; the same on all ranks.
+        site: a function that makes the process group whose ranks train as one; all ranks call it.
+            None: the ranks of a host.
+
+    Attributes:
+        diloco: the `ringreduce.DiLoCo` of the training, None before.
+
+    Lightning's checkpoints, which rank 0 writes, hold the global parameters and the outer
+    optimizer.  All ranks begin there, without what their codings have lost.  At the training's end
+    all ranks have the same parameters.
+    """
+
+    def __init__(
+        self, site: Callable[[], dist.ProcessGroup] | None = None, **settings: Any
+    ) -> None:
+        self.site, self.settings = site, settings
+        self.diloco: ringreduce.DiLoCo | None = None
+        self._loaded: dict[str, Any] = {}
+        self._rounds = contextlib.ExitStack()
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Lightning calls this once ranks are connected, and before it makes its DDP.
+
+        Raises:
+            TypeError: the strategy trains without DistributedDataParallel, on several ranks.
+        """
+        if stage != "fit" or trainer.world_size == 1:
+            return
+        kwargs = getattr(trainer.strategy, "_ddp_kwargs", None)
+        if kwargs is None:
+            raise TypeError(
+                "DiLoCo is for strategies with DistributedDataParallel, such as 'ddp', not for "
+                f"{type(trainer.strategy).__name__}"
+            )
+        kwargs["process_group"] = self.site() if self.site else _ranks_of_this_host()
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Lightning calls this before the first batch.
+
+        Raises:
+            ValueError: there is not one optimizer.
+            ValueError, TypeError, Mismatch: as `ringreduce.DiLoCo`.
+        """
+        if len(trainer.optimizers) != 1:
+            raise ValueError(f"DiLoCo is for one optimizer, not for {len(trainer.optimizers)}")
+        self.diloco = ringreduce.DiLoCo(
+            trainer.strategy.model, trainer.optimizers[0], **self.settings
+        )
+        if self._loaded:
+            self.diloco.load_state_dict({**self._loaded, "rank": None})
+        self._rounds.enter_context(self.diloco)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Lightning calls this after the last batch: a last round of all fragments."""
+        assert self.diloco is not None
+        self._rounds.close()
+        self.diloco.sync()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Lightning calls this when training fails: rounds under way are dropped."""
+        self._rounds.__exit__(type(exception), exception, None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Lightning puts this into checkpoints."""
+        return {} if self.diloco is None else self.diloco.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Lightning calls this with what a checkpoint has."""
+        self._loaded = state_dict

@@ -18,6 +18,8 @@ import torch.distributed as dist
 from conftest import MakeWorld
 from pool import Pool, Rank, on_ranks
 from ranks import same_on_all
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ringreduce
@@ -253,6 +255,78 @@ def test_sites_of_several_ranks(pool: Pool, world: MakeWorld) -> None:
         assert code <= sum(host) < code * 1.05, (used, code)
 
 
+def by_shards(me: Rank, name: str) -> None:
+    """Two sites of two ranks.  Shards have the bits of models of DistributedDataParallel."""
+    me.init(name, size=4)
+    try:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sites", "shards"))
+        kinds = []
+        for sharded in (False, True):
+            torch.manual_seed(3)
+            plain = torch.nn.Sequential(
+                torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3)
+            )
+            model: Any = plain
+            if sharded:
+                fully_shard(plain[0], mesh=mesh["shards"])
+                fully_shard(plain, mesh=mesh["shards"])
+            else:
+                model = DistributedDataParallel(plain, process_group=mesh.get_group("shards"))
+            optimizer = torch.optim.SGD(plain.parameters(), lr=0.25, momentum=0.5)
+            kinds.append((plain, model, optimizer))
+
+        def whole(kind: int) -> list[torch.Tensor]:
+            parameters = [p.detach() for p in kinds[kind][0].parameters()]
+            return [p.full_tensor() for p in parameters] if kind else parameters
+
+        def learn(kind: int, step: int) -> None:
+            _, model, optimizer = kinds[kind]
+            draw = torch.Generator().manual_seed(10 * step + me.rank)
+            optimizer.zero_grad()
+            model(torch.randn(4, 6, generator=draw)).square().mean().backward()
+            optimizer.step()
+
+        site = mesh.get_group("sites")
+        plain, _, optimizer = kinds[1]
+        for groups in (mesh.get_group("shards"), dist.new_group()):
+            with pytest.raises(ValueError, match="site"):
+                make(plain, optimizer, groups=groups)
+        for groups, overlap in (("host", 0), (site, 1)):
+            settings = {"codec": None, "sync_every": 2, "fragments": 2, "overlap": overlap}
+            made = [
+                make(model, optimizer, groups=among, **settings)
+                for (_, model, optimizer), among in zip(kinds, (site, groups), strict=True)
+            ]
+            for diloco in made:
+                diloco.__enter__()
+            for step in range(9):
+                for kind in range(2):
+                    learn(kind, step)
+                assert all(map(torch.equal, whole(0), whole(1))), (groups, step)
+            for diloco in made:
+                diloco.__exit__(None, None, None)
+                diloco.sync()
+            same_on_all(oracle.digest(*whole(1)))
+        other = {**made[1].state_dict(), "rank": 3 - me.rank, "shard": 1 - me.rank % 2}
+        with pytest.raises(ValueError, match=f"shard {1 - me.rank % 2}"):
+            made[1].load_state_dict(other)
+        made[1].load_state_dict(saved(made[1].state_dict()))
+        with make(plain, optimizer, sync_seconds=0.02) as diloco:
+            for step in range(1000):
+                learn(1, step)
+                if diloco.rounds == 2:
+                    break
+        assert diloco.rounds == 2
+        diloco.sync()
+        same_on_all(oracle.digest(*whole(1)))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_sites_with_shards(pool: Pool, world: MakeWorld) -> None:
+    pool.start(by_shards, world(0), pool.name("shards"), ranks=4, fresh=True).results()
+
+
 @on_ranks(2, WIRE="tcp", remade=True)
 def test_bytes_on_the_line(me: Rank) -> None:
     """int4 each 30 steps: at least 200 times fewer than DDP's float32."""
@@ -401,11 +475,13 @@ def test_bad_arguments_are_named_before_anything_is_sent(me: Rank) -> None:
     model(torch.ones(8)).sum().backward()
     stepped.step()
     strange = torch.optim.SGD(torch.nn.Linear(8, 8).parameters(), lr=0.1)
+    fsdp1 = type("FullyShardedDataParallel", (torch.nn.Linear,), {})  # the real one needs a GPU
     cases: list[tuple[dict[str, Any], str]] = [
         ({"model": 3}, "model"),
         ({"model": torch.nn.ReLU()}, "require a gradient"),
         ({"model": meta, "optimizer": torch.optim.SGD(meta.parameters(), lr=1.0)}, "weight"),
         ({"model": torch.nn.Linear(8, 8, dtype=torch.complex64)}, "complex64"),
+        ({"model": fsdp1(8, 8)}, "fully_shard"),
         ({"model": torch.nn.Linear(8, 8)}, "optimizer"),
         ({"optimizer": "adam"}, "optimizer"),
         ({"optimizer": strange}, "optimizer"),

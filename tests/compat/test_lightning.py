@@ -1,4 +1,4 @@
-"""Lightning trains with ringreduce's hook beside gloo; skipped where Lightning is not installed."""
+"""Lightning trains with the hook beside gloo and by outer steps; skipped without Lightning."""
 
 from __future__ import annotations
 
@@ -35,29 +35,38 @@ TRAIN = """
             data = self.trainer.strategy.model._get_ddp_logging_data()
             self.called = data.get("comm_hook")
 
-    def train(callbacks):
+    def train(callbacks, epochs=2, keep=None, begin=None):
         torch.manual_seed(int(os.environ["RANK"]))
         trainer = L.Trainer(
-            accelerator="cpu", devices=2, strategy="ddp", max_epochs=2, logger=False,
+            accelerator="cpu", devices=2, strategy="ddp", max_epochs=epochs, logger=False,
             callbacks=callbacks, enable_checkpointing=False, enable_progress_bar=False,
             enable_model_summary=False,
         )
         net = Net()
-        trainer.fit(net, torch.utils.data.DataLoader(torch.randn(24, 64), batch_size=4))
+        data = torch.utils.data.DataLoader(torch.randn(24, 64), batch_size=4)
+        trainer.fit(net, data, ckpt_path=begin)
+        if keep:
+            trainer.save_checkpoint(keep)
         weights = torch.cat([p.detach().flatten() for p in net.parameters()])
         return [net.called, hashlib.sha256(weights.numpy().tobytes()).hexdigest()]
 
-    from ringreduce.integrations.lightning import CommHook
+    from ringreduce.integrations.lightning import CommHook, DiLoCo
 
+    os.environ["RINGREDUCE_HOSTID"] = os.environ.get("RANK", "0")  # two hosts
     coded = CommHook(codec="int8", start_after=1)
     told = {"gloo": train([]), "exact": train([CommHook()]), "coded": train([coded])}
     told["residuals"] = coded.state.residual_bytes() > 0
+    kept = os.path.join(sys.argv[1], "checkpoint")
+    sites = DiLoCo(sync_every=4)
+    told["sites"] = [train([sites], keep=kept)[1], sites.diloco.step, sites.diloco.rounds]
+    sites = DiLoCo(sync_every=4)
+    told["later"] = [train([sites], 4, begin=kept)[1], sites.diloco.step, sites.diloco.rounds]
     with open(os.path.join(sys.argv[1], os.environ["RANK"]), "w") as file:
         json.dump(told, file)
 """
 
 
-def test_the_hook_by_a_callback(tmp_path: Path) -> None:
+def test_the_hook_and_outer_steps_by_callbacks(tmp_path: Path) -> None:
     pytest.importorskip("lightning")
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(TRAIN))
@@ -69,6 +78,9 @@ def test_the_hook_by_a_callback(tmp_path: Path) -> None:
     assert [exact[0], coded[0]] == ["ringreduce_all_reduce", "ringreduce_int8"]
     assert exact[1] == gloo[1] != coded[1]
     assert ranks[0]["residuals"]
+    (at_first, *rounds), (later, *more) = ranks[0]["sites"], ranks[0]["later"]
+    assert len({at_first, later, gloo[1]}) == 3
+    assert (rounds, more) == ([6, 2], [12, 5])
 
 
 def test_without_lightning_a_sentence_says_what_to_install() -> None:

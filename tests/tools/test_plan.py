@@ -533,6 +533,9 @@ BAD = [
     ["--link", ""], ["--model", "large"], ["--model", "0K"], ["--model", "1M", "--compute", "5"],
     ["--model", "1M", "--jitter", "nan%"], ["--curve", "x.png"], ["--cores", "-2"],
     ["--collective", "broadcast", "--codec", "int8", "--link", "1Gbit"],
+    ["--sync-every", "30"], ["--model", "1M", "--overlap", "2"],
+    ["--model", "1M", "--sync-every", "3", "--overlap", "3"],
+    ["--model", "1M", "--sync-every", "0"],
     ["--model", "from:nowhere"], ["check", "nowhere"], ["measure", "--rounds", "0"],
 ]  # fmt: skip
 
@@ -546,6 +549,46 @@ def test_bad_input_gets_one_line(
     constants.save(kept, constants.fit(inside, Model()), {"created": "today"}, inside)
     assert main([*arguments, "-c" if arguments[0] != "measure" else "-o", str(kept)]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_outer_steps_cost_a_round_in_many() -> None:
+    alone = step.described(1e8, 4, 1.0, 0.0)
+    few = Model(shared={2: {kind: [(KIB, 1e-5), (MIB, 1e-3)] for kind in model.KINDS}})
+    for ranks, hosts in ((4, 4), (8, 4)):
+        job = Job(ranks, hosts, WAN, bandwidth_known=True)
+        inner = step.predict(alone, Job(ranks // hosts), few).seconds
+        whole, coded = (few.collective("all_reduce", 4e8, job, c).seconds for c in ("", "int4"))
+        for every, overlap, codec, round_ in (
+            (1, 0, "", whole), (30, 0, "", whole), (30, 0, "int4", coded),
+            (30, 5, "int4", max(0.0, coded - 5 * inner)), (100, 99, "int4", 0.0),
+        ):  # fmt: skip
+            found = step.predict_outer(alone, job, few, every, overlap, codec)
+            assert found.seconds == pytest.approx(inner + round_ / every)
+            assert found.low <= found.seconds <= found.high
+    uneven = step.described(1e8, 4, 1.0, 0.3)
+    waits = [step.predict_outer(uneven, between(4), few, n, n - 1, "int4") for n in (50, 200, 1000)]
+    behind = [found.compute - step.predict(uneven, Job(1), few).compute for found in waits]
+    assert behind[0] == pytest.approx(2 * behind[1]) and behind[1] > behind[2] > 0
+
+
+def test_a_plan_of_outer_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kept = tmp_path / "plan.json"
+    inside = [Point("all_reduce", s, "", Job(2), s * 1e-9, 1e-9, 1e-9) for s in (KIB, MIB)]
+    constants.save(kept, constants.fit(inside, Model()), {"created": "today"}, inside)
+    plan = ["-c", str(kept), "--ranks", "4", "--link", "100Mbit,100ms,bbr", "--model", "100M",
+            "--compute", "1s", "--jitter", "0%", "--json"]  # fmt: skip
+    times = []
+    for more in ("", "--codec best", "--codec=", "--overlap 2"):
+        rounds = ["--sync-every", "30", *more.split()]
+        assert main([*plan, *rounds]) == 0
+        (row,) = json.loads(capsys.readouterr().out)["steps"]
+        times.append((row["codec"], row["seconds"]))
+    assert [codec for codec, _ in times] == ["int4", "int4", "", "int4"]
+    int4, best, exact, overlapped = (seconds for _, seconds in times)
+    assert exact > int4 == best > overlapped > 1
+    assert main(plan) == 0
+    (ddp,) = json.loads(capsys.readouterr().out)["steps"]
+    assert ddp["codec"] == "" and ddp["seconds"] > exact
 
 
 def test_collectives_hide_behind_the_backward() -> None:

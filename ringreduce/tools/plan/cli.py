@@ -45,7 +45,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--jitter", help="its standard deviation between ranks and steps (2%%)")
     add("--dtype", choices=["float32", "bfloat16"], help="of the gradients (float32)")
     add("--no-overlap", action="store_true", help="the program waits for each call of a timeline")
-    add("--codec", default="", choices=["", *CODECS, "best"], help="of the gradients")
+    add("--codec", choices=["", *CODECS, "best"], help="of gradients, or of --sync-every (int4)")
+    add("--sync-every", type=int, help="hosts average parameters once in so many steps (DiLoCo)")
+    add("--overlap", type=int, help="of --sync-every: steps beside which a round travels (0)")
     add("--collective", default="all_reduce", choices=KINDS)
     add("--sizes", default=_DEFAULT_SIZES, help=f"of collectives ({_DEFAULT_SIZES})")
     add("--curve", type=Path, metavar="FILE.png", help="draw the efficiency up to 100,000 ranks")
@@ -214,6 +216,7 @@ def _steps(options: argparse.Namespace, model: Model, jobs: Sequence[Job]) -> _A
     heads = ("ranks", "hosts", "step", "interval", "compute", "efficiency  codec")
     rows, text = [], [f"# {assumed}", _columns(*heads)]
     hints: list[str] = []
+    every, overlap = _rounds(options)
     for job in jobs:
         codecs: list[str | None] = [options.codec]
         if options.codec == "best":
@@ -222,12 +225,24 @@ def _steps(options: argparse.Namespace, model: Model, jobs: Sequence[Job]) -> _A
             codecs = [None]
         if job.hosts == 1:
             codecs = [""]
+        outer = every > 0 and job.hosts > 1
         found, codec = min(
-            ((steps.predict(step, job, model, one), one) for one in codecs),
+            (
+                (
+                    steps.predict_outer(step, job, model, every, overlap, one or "")
+                    if outer
+                    else steps.predict(step, job, model, one),
+                    one,
+                )
+                for one in codecs
+            ),
             key=lambda pair: pair[0].seconds,
         )
-        calls = {(b.kind, b.size, steps.codec_of(b, step, codec), b.width) for b in step.buckets}
-        hints += _hints(model, job, calls)
+        if not outer:
+            calls = {
+                (b.kind, b.size, steps.codec_of(b, step, codec), b.width) for b in step.buckets
+            }
+            hints += _hints(model, job, calls)
         row = asdict(found)
         del row["buckets"]
         row |= {"ranks": job.ranks, "hosts": job.hosts, "codec": codec or ""}
@@ -242,6 +257,18 @@ def _steps(options: argparse.Namespace, model: Model, jobs: Sequence[Job]) -> _A
         )  # fmt: skip
     document = {"assumed": assumed, "steps": rows, "hints": hints}
     return document, [*text, *(f"# {hint}" for hint in hints)]
+
+
+def _rounds(options: argparse.Namespace) -> tuple[int, int]:
+    """Steps from a round of DiLoCo to the next (0: there are none), and those beside it."""
+    if options.sync_every is None:
+        if options.overlap is not None:
+            raise ValueError("--overlap is of rounds: --sync-every 30")
+        return 0, 0
+    overlap = options.overlap or 0
+    if options.sync_every < 1 or not 0 <= overlap < options.sync_every:
+        raise ValueError("--sync-every is at least 1, and --overlap from 0 on and less than that")
+    return options.sync_every, overlap
 
 
 def _curve(options: argparse.Namespace, model: Model, job: Job, about: dict[str, Any]) -> _Answer:
@@ -272,6 +299,10 @@ def _interval(low: float, high: float) -> str:
 def _plan(options: argparse.Namespace) -> int:
     model, about = constants.load(options.constants)
     jobs = [_job(options, count, model) for count in _counts(options.ranks or "2")]
+    if options.sync_every is not None and (options.model is None or options.curve):
+        raise ValueError("--sync-every is for a table of steps: --model gpt:7B, and no --curve")
+    if options.codec is None:
+        options.codec = "" if options.sync_every is None else "int4"
     answer = (_collectives if options.model is None else _steps)(options, model, jobs)
     document, text = {"constants": about, **answer[0]}, answer[1]
     if options.curve:

@@ -175,6 +175,38 @@ def predict(step: Step, job: Job, model: Model, codec: str | None = None) -> Ste
     )  # fmt: skip
 
 
+def predict_outer(
+    step: Step, job: Job, model: Model, every: int, overlap: int, codec: str
+) -> StepEstimate:
+    """The time of a step on average, where hosts average parameters once in many: DiLoCo.
+
+    Ranks of a host average gradients in each step.  Hosts wait for the slowest only in a round: of
+    `every` steps together, whose times differ less than those of one, by the root of their number.
+    What a round computes by itself, on one copy of the parameters, is not in it.
+
+    Args:
+        step: what the ranks of a host synchronize.
+        job: who takes part; on several hosts.
+        model: the constants.
+        every: inner steps from one round to the next.
+        overlap: inner steps beside which a round travels.
+        codec: of a round; "": none.
+    """
+    inner = predict(step, replace(job, ranks=job.per_host, hosts=1), model)
+    elements = sum(bucket.size / bucket.width for bucket in step.buckets)
+    found = model.collective("all_reduce", 4 * elements, job, codec)
+    mean = statistics.fmean(step.compute)
+    behind = (expected_maximum(step.compute, job.hosts) - mean) / math.sqrt(every)
+    exposed, low, high = (
+        max(0.0, getattr(found, name) - overlap * getattr(inner, other)) / every
+        for name, other in (("seconds", "seconds"), ("low", "high"), ("high", "low"))
+    )
+    return StepEstimate(
+        inner.seconds + behind + exposed, inner.low + behind + low, inner.high + behind + high,
+        mean, inner.compute + behind, inner.exposed + exposed, (found,),
+    )  # fmt: skip
+
+
 # ---- of a model that is described
 
 _COUNTS = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
