@@ -110,7 +110,7 @@ def _flat(bucket: list[torch.Tensor], group: dist.ProcessGroup, number: int) -> 
     return torch.cat([gradient.reshape(-1) for gradient in bucket], out=kept[place])
 
 
-def _meeting_device(group: dist.ProcessGroup) -> torch.device:
+def meeting_device(group: dist.ProcessGroup) -> torch.device:
     """Where tensors lie by which ranks agree: the CPU, unless the group takes none there."""
     if "cpu" in {device.type for device in group._device_types}:
         return torch.device("cpu")
@@ -124,7 +124,7 @@ def ranks_that_differ(number: int, group: dist.ProcessGroup) -> list[int]:
         The ranks whose number is not that of most, the same on all; of two numbers as frequent
         that of the lowest rank holds.
     """
-    device = _meeting_device(group)
+    device = meeting_device(group)
     # The greatest and the least, in one call that goes on without lost ranks.
     ends = torch.tensor([number, -number], dtype=torch.int64, device=device)
     dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=group)

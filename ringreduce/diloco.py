@@ -30,10 +30,16 @@ import torch.distributed as dist
 from torch.autograd.profiler import record_function
 from torch.nn.parallel import DistributedDataParallel
 
-from ringreduce.average import ranks_that_differ, start_average
+from ringreduce.average import meeting_device, ranks_that_differ, start_average
 from ringreduce.compression import number, parameters_of, whole
 from ringreduce.core import clock
-from ringreduce.core.backend import backend_of, extension, noting_errors, ringreduce_group
+from ringreduce.core.backend import (
+    backend_of,
+    extension,
+    group_among,
+    noting_errors,
+    ringreduce_group,
+)
 from ringreduce.errors import Mismatch
 
 __all__ = ["DiLoCo"]
@@ -58,8 +64,15 @@ def _local(p: torch.Tensor) -> torch.Tensor:
         return local
 
 
+def _sharded_modules(model: torch.nn.Module) -> list[Any]:
+    """Those on which `fully_shard` was called."""
+    return [m for m in model.modules() if any(c.__name__ == "FSDPModule" for c in type(m).__mro__)]
+
+
 def _shared_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """The parameters that sites share, by the names that they have without DDP."""
+    for module in _sharded_modules(model):
+        module.reshard()  # after an evaluation the outermost one has whole parameters
     found = parameters_of(model)
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
         raise ValueError(
@@ -156,46 +169,52 @@ class _Site:
     def __init__(self, model: torch.nn.Module, parameters: dict[str, torch.nn.Parameter]) -> None:
         if not dist.is_initialized():
             raise RuntimeError("call torch.distributed.init_process_group first")
-        meshes = {_mesh(p) for p in parameters.values()}
-        self._device = _local(next(iter(parameters.values()))).device
+        self._sharded_modules = _sharded_modules(model)
         self._groups: list[dist.ProcessGroup] = []  # what one of these has, all ranks have in turns
         self.ranks = [dist.get_rank()]
-        self.is_sharded = meshes != {None}
+        # Which of the parts of all parameters this rank has.  Replicas have the same.
+        self.shard = 0
+        self.first: int | None = None  # the rank of the first site that has it
+        (one, p), *others = parameters.items()
+        mesh = _mesh(p)
+        for name, other in others:
+            if _mesh(other) != mesh:
+                raise ValueError(
+                    f"all parameters must be sharded over one DeviceMesh, and {one} and {name} are "
+                    "not: call fully_shard on the whole model"
+                )
+        self.is_sharded = mesh is not None
         if isinstance(model, DistributedDataParallel):
             self._groups = [model.process_group]
             self.ranks = dist.get_process_group_ranks(model.process_group)
-        elif self.is_sharded:
-            if len(meshes) > 1:
-                (one, p), *others = parameters.items()
-                odd = next(name for name, other in others if _mesh(other) != _mesh(p))
-                raise ValueError(
-                    f"all parameters must be sharded over one DeviceMesh, and {one} and {odd} are "
-                    "not: call fully_shard on the whole model"
-                )
-            mesh = meshes.pop()
+        elif mesh is not None:
             self._groups = mesh.get_all_groups()
             self.ranks = mesh.mesh.flatten().tolist()
+            for dim, at in enumerate(mesh.get_coordinate()):
+                if p.placements[dim].is_shard():  # type: ignore[attr-defined]
+                    self.shard = self.shard * mesh.size(dim) + at
 
-    @property
-    def shard(self) -> int:
-        """Which of the parts of all parameters this rank has."""
-        return self.ranks.index(dist.get_rank()) if self.is_sharded else 0
-
-    def group(self) -> Any:
+    def group(self) -> dist.ProcessGroup | None:
         """All ranks that have this rank's part; None for the default group.  Collective."""
         if not self.is_sharded:
             return None
+        whole = ringreduce_group(None)
+        if extension().goes_on(backend_of(whole)):
+            raise ValueError(
+                'a sharded model cannot be in a group with on_loss="continue": a site that loses a '
+                "rank ends"
+            )
         found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, self.ranks)
+        with noting_errors(whole):
+            dist.all_gather_object(found, self.ranks, group=whole)
         sites = sorted({tuple(ranks) for ranks in found})
         if len({len(site) for site in sites}) > 1:
             raise ValueError(
                 f"sites must shard parameters over equally many ranks, and theirs are {sites}"
             )
-        made = [
-            dist.new_group(list(each), backend="ringreduce") for each in zip(*sites, strict=True)
-        ]
-        return made[self.shard]
+        place = self.ranks.index(dist.get_rank())
+        self.first = sites[0][place]
+        return group_among(sorted(site[place] for site in sites))
 
     def refuse(self, group: dist.ProcessGroup | None) -> None:
         """Raises ValueError if rounds of the group's ranks would have nothing to do, or do harm."""
@@ -208,18 +227,23 @@ class _Site:
             )
         if group and self.is_sharded and len(set(ranks) & set(self.ranks)) > 1:
             raise ValueError(
-                f"groups' ranks {ranks} have different shards: of the ranks {self.ranks} of a "
-                'site, a group has one (groups="host" makes such groups)'
+                f"groups' ranks {ranks} have several of the ranks {self.ranks}, among which the "
+                'model is sharded: take one of each site (groups="host" makes such groups)'
             )
 
-    def any(self, mine: bool) -> bool:
-        """Whether it is so on any rank of the site; the same on all of these."""
+    def combined(self, mine: int, op: Any) -> int:
+        """A number of all ranks of the site, by a reduction; the same on all of these."""
         for group in self._groups:
             if group.size() > 1:
-                one = torch.tensor([mine], dtype=torch.int32, device=self._device)
-                dist.all_reduce(one, op=dist.ReduceOp.MAX, group=group)
-                mine = bool(one.item())
+                one = torch.tensor([mine], dtype=torch.int64, device=meeting_device(group))
+                dist.all_reduce(one, op=op, group=group)
+                mine = int(one.item())
         return mine
+
+    def reshard(self) -> None:
+        """Drops whole parameters that FSDP2 has gathered from shards, which have changed since."""
+        for module in self._sharded_modules:
+            module.reshard()
 
 
 @dataclass
@@ -401,25 +425,29 @@ class DiLoCo:
             "outer_optimizer": (type(self.outer_optimizer).__name__, outer),
         }  # fmt: skip
         shapes = [
-            (part.name, tuple(part.local.shape), part.local.dtype) for _, part in self._parts()
+            (part.name, tuple(part.parameter.shape), part.parameter.dtype)
+            for _, part in self._parts()
         ]
-        elements = sum(part.local.numel() for _, part in self._parts())
-        ranks = dist.get_process_group_ranks(group)
-        for what, compared, mine in (
-            ("arguments", arguments, arguments),
-            ("parameters", shapes, f"{len(shapes)} of {elements} elements"),
+        elements = sum(part.parameter.numel() for _, part in self._parts())
+        # All ranks, also those with other shards, compare what they must have alike.
+        whole = group if self._site.first is None else ringreduce_group(None)
+        for what, compared, mine, among in (
+            ("arguments", arguments, arguments, whole),
+            ("parameters", shapes, f"{len(shapes)} of {elements} elements", whole),
+            ("shards", self._site.shard, self._site.shard, group),
         ):
-            if odd := ranks_that_differ(zlib.crc32(repr(compared).encode()), group):
+            if odd := ranks_that_differ(zlib.crc32(repr(compared).encode()), among):
                 raise Mismatch(
-                    f"DiLoCo: of ranks {ranks}, {odd} have other {what} than the others; those of "
-                    f"rank {dist.get_rank()}: {mine}"
+                    f"DiLoCo: of ranks {dist.get_process_group_ranks(among)}, {odd} have other "
+                    f"{what} than the others; rank {dist.get_rank()} has {mine}"
                 )
         bits = 0
         for messages in self._fragments:
             for message in messages:
                 bits = zlib.crc32(message.values.numpy().data, bits)
         if ranks_that_differ(bits, group):
-            self.sync_from(ranks[0])
+            first = self._site.first
+            self.sync_from(dist.get_process_group_ranks(group)[0] if first is None else first)
 
     # ---- what a program sees
 
@@ -562,11 +590,10 @@ class DiLoCo:
         """
         if not isinstance(state_dict, Mapping) or state_dict.get("version") != 1:
             raise ValueError("this is no state_dict of a DiLoCo that is known here")
-        if state_dict["shard"] != self._site.shard:
+        if state_dict.get("shard", 0) != self._site.shard:
             raise ValueError(
-                f"the state is of shard {state_dict['shard']} of the model, and this rank has "
-                f"shard {self._site.shard}: load the state of rank {state_dict['rank']} on a rank "
-                "with the same shard"
+                f"the state is of shard {state_dict.get('shard', 0)} of the model, and this rank "
+                f"has shard {self._site.shard}: load one of a rank with the same shard"
             )
         values, parts = state_dict["parameters"], list(self._parts())
         mine = {part.name: tuple(part.local.shape) for _, part in parts}
@@ -595,6 +622,7 @@ class DiLoCo:
                     part.of(message.residual).copy_(residuals[part.name])
                 if not own:
                     part.local.copy_(part.master)
+        self._site.reshard()
         if own:
             self._counts = state_dict["tokens"] is not None
             self._tokens = state_dict["tokens"] or 0
@@ -629,7 +657,7 @@ class DiLoCo:
             ]
         over = clock.now() - self._since >= self._seconds / count
         # All ranks of a site must begin at one step, and their clocks are not one.
-        return [self._rounds % count] if self._site.any(over) else []
+        return [self._rounds % count] if self._site.combined(over, dist.ReduceOp.MAX) else []
 
     @torch.no_grad()
     def _begin(self, fragment: int) -> None:
@@ -638,7 +666,11 @@ class DiLoCo:
         group = ringreduce_group(self._group, call=True)
         flight = _Flight(fragment, self._step + self._overlap, [], group=group)
         steps, tokens = self._marks[fragment]
-        weight = self._tokens - tokens if self._counts else self._step - steps
+        weight = self._step - steps
+        if self._counts:
+            weight = self._tokens - tokens
+            if len(set(self._site.ranks) & set(dist.get_process_group_ranks(group))) == 1:
+                weight = self._site.combined(weight, dist.ReduceOp.SUM)  # it stands for the site
         name = f"ringreduce.DiLoCo begins round {self._rounds}"
         with record_function(name), self._dropping_rounds(group):
             if self._seconds is not None:
@@ -712,3 +744,4 @@ class DiLoCo:
             if keep:
                 mixed = part.local.to("cpu", mixed.dtype) * keep + mixed * (1 - keep)
             part.local.copy_(mixed)
+        self._site.reshard()

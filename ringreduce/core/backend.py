@@ -492,21 +492,39 @@ def group_for_bucket(
     return found
 
 
-def _make_companion(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A ringreduce group over a group's ranks, which torch destroys with the default group.
+def group_among(ranks: list[int]) -> dist.ProcessGroup:
+    """A ringreduce group over ranks of the default group, with its timeout; once, or after failure.
+
+    Args:
+        ranks: those that call this, and no others.
+    """
+    whole = _own_group(None)
+    name = f"{whole.group_name}/ringreduce of {','.join(map(str, ranks))}"
+    for made, known in list(dist.distributed_c10d._world.pg_names.items()):
+        if known == name:
+            if not extension().has_failed(backend_of(made)):
+                return made
+            dist.destroy_process_group(made)
+    return _make_companion(whole, ranks, name)
+
+
+def _make_companion(
+    group: dist.ProcessGroup, ranks: list[int] | None = None, name: str | None = None
+) -> dist.ProcessGroup:
+    """A ringreduce group over a group's ranks, or some; torch destroys it with the default group.
 
     What `new_group(use_local_synchronization=True)` does, but for the name: there it comes from the
     number of groups that a rank is in, which need not be the same for all ranks of this one.
     """
     c10d: Any = dist.distributed_c10d
-    ranks = dist.get_process_group_ranks(group)
+    ranks = ranks or dist.get_process_group_ranks(group)
     made: dist.ProcessGroup = c10d._new_process_group_helper(
         len(ranks),
-        group.rank(),
+        ranks.index(dist.get_rank()),
         ranks,
         dist.Backend("ringreduce"),
         c10d._get_default_store(),
-        group_name=f"{group.group_name}/ringreduce",
+        group_name=name or f"{group.group_name}/ringreduce",
         timeout=_timeout_of(group),
     )[0]
     c10d._world.pg_group_ranks[made] = {rank: i for i, rank in enumerate(ranks)}

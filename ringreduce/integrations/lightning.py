@@ -80,6 +80,13 @@ class CommHook(Callback):
             )
 
 
+def _strategy_error(trainer: Any) -> str:
+    return (
+        "DiLoCo is for strategies with DistributedDataParallel, such as 'ddp', not for "
+        f"{type(trainer.strategy).__name__}"
+    )
+
+
 def _ranks_of_this_host() -> dist.ProcessGroup:
     """A group of them.  Collective."""
     hosts = ringreduce.topology.of(ringreduce_group(None)).hosts
@@ -92,21 +99,34 @@ class DiLoCo(Callback):
     """Trains by outer steps: DDP averages within a host, and `ringreduce.DiLoCo` between hosts.
 
     Args:
-        settings: as `ringreduce.DiLoCo` has them; the same on all ranks.
+        settings: as `ringreduce.DiLoCo` has them, but for `sync_seconds`: Lightning needs as many
+            batches on all ranks; the same on all ranks.
         site: a function that makes the process group whose ranks train as one; all ranks call it.
             None: the ranks of a host.
 
     Attributes:
         diloco: the `ringreduce.DiLoCo` of the training, None before.
 
-    Lightning's checkpoints, which rank 0 writes, hold the global parameters and the outer
-    optimizer.  All ranks begin there, without what their codings have lost.  At the training's end
-    all ranks have the same parameters.
+    Lightning's checkpoints, which rank 0 writes, hold the global parameters and the outer optimizer
+    beside rank 0's own parameters.  A training that goes on from one begins at the global ones, on
+    all ranks, without what ranks have learned since the last round.  At the training's end all
+    ranks have the same parameters.
+
+    Lightning itself sends a flag between all ranks in each batch, so each step takes a round trip
+    of the line.
+
+    Raises:
+        ValueError: `sync_seconds` was given.
     """
 
     def __init__(
         self, site: Callable[[], dist.ProcessGroup] | None = None, **settings: Any
     ) -> None:
+        if settings.get("sync_seconds") is not None:
+            raise ValueError(
+                "under Lightning rounds go by steps (sync_every), not by time (sync_seconds): it "
+                "needs as many batches on all ranks"
+            )
         self.site, self.settings = site, settings
         self.diloco: ringreduce.DiLoCo | None = None
         self._loaded: dict[str, Any] = {}
@@ -116,25 +136,40 @@ class DiLoCo(Callback):
         """Lightning calls this once ranks are connected, and before it makes its DDP.
 
         Raises:
+            ValueError: the site has all ranks.
             TypeError: the strategy trains without DistributedDataParallel, on several ranks.
         """
+        self._loaded = {}  # of an earlier training; that of this one is restored after this
         if stage != "fit" or trainer.world_size == 1:
             return
         kwargs = getattr(trainer.strategy, "_ddp_kwargs", None)
         if kwargs is None:
-            raise TypeError(
-                "DiLoCo is for strategies with DistributedDataParallel, such as 'ddp', not for "
-                f"{type(trainer.strategy).__name__}"
+            raise TypeError(_strategy_error(trainer))
+        site = self.site() if self.site else _ranks_of_this_host()
+        if site.size() == trainer.world_size:
+            raise ValueError(
+                "DiLoCo is for several sites, and all ranks are in one: ranks of one host, unless "
+                "site= makes other groups"
             )
-        kwargs["process_group"] = self.site() if self.site else _ranks_of_this_host()
+        kwargs["process_group"] = site
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Lightning calls this before the first batch.
 
         Raises:
-            ValueError: there is not one optimizer.
+            TypeError: the strategy trains without DistributedDataParallel, on several ranks.
+            ValueError: there is not one optimizer; or a GradScaler, which skips steps of a rank.
             ValueError, TypeError, Mismatch: as `ringreduce.DiLoCo`.
         """
+        if trainer.world_size == 1:
+            return
+        if not isinstance(trainer.strategy.model, DistributedDataParallel):
+            raise TypeError(_strategy_error(trainer))
+        if getattr(trainer.precision_plugin, "scaler", None) is not None:
+            raise ValueError(
+                'precision="16-mixed" skips steps of one site alone, whose rounds would then be '
+                'other ones than those of the other sites; take "bf16-mixed"'
+            )
         if len(trainer.optimizers) != 1:
             raise ValueError(f"DiLoCo is for one optimizer, not for {len(trainer.optimizers)}")
         self.diloco = ringreduce.DiLoCo(
@@ -146,9 +181,9 @@ class DiLoCo(Callback):
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Lightning calls this after the last batch: a last round of all fragments."""
-        assert self.diloco is not None
         self._rounds.close()
-        self.diloco.sync()
+        if self.diloco is not None:
+            self.diloco.sync()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Lightning calls this when training fails: rounds under way are dropped."""

@@ -291,6 +291,12 @@ def by_shards(me: Rank, name: str) -> None:
         for groups in (mesh.get_group("shards"), dist.new_group()):
             with pytest.raises(ValueError, match="site"):
                 make(plain, optimizer, groups=groups)
+        crossed = [dist.new_group(ranks) for ranks in ([0, 3], [1, 2])][me.rank in (1, 2)]
+        with pytest.raises(ringreduce.errors.Mismatch, match="shards"):
+            make(plain, optimizer, groups=crossed)
+        inputs = torch.ones(2, 6)
+        with torch.no_grad():
+            plain(inputs)  # which leaves some parameters whole
         for groups, overlap in (("host", 0), (site, 1)):
             settings = {"codec": None, "sync_every": 2, "fragments": 2, "overlap": overlap}
             made = [
@@ -307,12 +313,18 @@ def by_shards(me: Rank, name: str) -> None:
                 diloco.__exit__(None, None, None)
                 diloco.sync()
             same_on_all(oracle.digest(*whole(1)))
+            for _ in range(2):  # what is whole is gathered anew after a round
+                with torch.no_grad():
+                    assert torch.equal(kinds[0][0](inputs), plain(inputs))
+                for diloco in made:
+                    diloco.sync()
         other = {**made[1].state_dict(), "rank": 3 - me.rank, "shard": 1 - me.rank % 2}
         with pytest.raises(ValueError, match=f"shard {1 - me.rank % 2}"):
             made[1].load_state_dict(other)
         made[1].load_state_dict(saved(made[1].state_dict()))
         with make(plain, optimizer, sync_seconds=0.02) as diloco:
             for step in range(1000):
+                diloco.count(1 + me.rank)
                 learn(1, step)
                 if diloco.rounds == 2:
                     break

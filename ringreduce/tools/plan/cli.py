@@ -213,10 +213,13 @@ def _collectives(options: argparse.Namespace, model: Model, jobs: Sequence[Job])
 def _steps(options: argparse.Namespace, model: Model, jobs: Sequence[Job]) -> _Answer:
     """The times of training steps."""
     step, assumed = _step(options, model)
+    every, overlap = _rounds(options)
+    if every:
+        assumed += f"; a round in {every} steps, beside {overlap} of them"
     heads = ("ranks", "hosts", "step", "interval", "compute", "efficiency  codec")
     rows, text = [], [f"# {assumed}", _columns(*heads)]
     hints: list[str] = []
-    every, overlap = _rounds(options)
+    codec: str | None
     for job in jobs:
         codecs: list[str | None] = [options.codec]
         if options.codec == "best":
@@ -225,24 +228,26 @@ def _steps(options: argparse.Namespace, model: Model, jobs: Sequence[Job]) -> _A
             codecs = [None]
         if job.hosts == 1:
             codecs = [""]
-        outer = every > 0 and job.hosts > 1
-        found, codec = min(
-            (
+        if every and job.hosts > 1:
+            found, codec = min(
                 (
-                    steps.predict_outer(step, job, model, every, overlap, one or "")
-                    if outer
-                    else steps.predict(step, job, model, one),
-                    one,
-                )
-                for one in codecs
-            ),
-            key=lambda pair: pair[0].seconds,
-        )
-        if not outer:
+                    (steps.predict_outer(step, job, model, every, overlap, one or ""), one or "")
+                    for one in codecs
+                ),
+                key=lambda pair: pair[0].seconds,
+            )
+            calls = {("all_reduce", 4 * steps.elements_of(step), codec or "", 4)}
+        else:
+            if every:
+                text.append(f"# {job.ranks} ranks are on one host: no rounds")
+            found, codec = min(
+                ((steps.predict(step, job, model, one), one) for one in codecs),
+                key=lambda pair: pair[0].seconds,
+            )
             calls = {
                 (b.kind, b.size, steps.codec_of(b, step, codec), b.width) for b in step.buckets
             }
-            hints += _hints(model, job, calls)
+        hints += _hints(model, job, calls)
         row = asdict(found)
         del row["buckets"]
         row |= {"ranks": job.ranks, "hosts": job.hosts, "codec": codec or ""}
@@ -299,6 +304,7 @@ def _interval(low: float, high: float) -> str:
 def _plan(options: argparse.Namespace) -> int:
     model, about = constants.load(options.constants)
     jobs = [_job(options, count, model) for count in _counts(options.ranks or "2")]
+    _rounds(options)
     if options.sync_every is not None and (options.model is None or options.curve):
         raise ValueError("--sync-every is for a table of steps: --model gpt:7B, and no --curve")
     if options.codec is None:

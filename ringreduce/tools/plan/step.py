@@ -175,6 +175,14 @@ def predict(step: Step, job: Job, model: Model, codec: str | None = None) -> Ste
     )  # fmt: skip
 
 
+def elements_of(step: Step) -> float:
+    """How many parameters it has: elements of its all-reduces, or else of its reduce-scatters."""
+    for kind in ("all_reduce", "reduce_scatter"):
+        if found := sum(b.size / b.width for b in step.buckets if b.kind == kind):
+            return found
+    raise ValueError("the steps have no all_reduce and no reduce_scatter of gradients")
+
+
 def predict_outer(
     step: Step, job: Job, model: Model, every: int, overlap: int, codec: str
 ) -> StepEstimate:
@@ -193,8 +201,7 @@ def predict_outer(
         codec: of a round; "": none.
     """
     inner = predict(step, replace(job, ranks=job.per_host, hosts=1), model)
-    elements = sum(bucket.size / bucket.width for bucket in step.buckets)
-    found = model.collective("all_reduce", 4 * elements, job, codec)
+    found = model.collective("all_reduce", 4 * elements_of(step), job, codec)
     mean = statistics.fmean(step.compute)
     behind = (expected_maximum(step.compute, job.hosts) - mean) / math.sqrt(every)
     exposed, low, high = (
