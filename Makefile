@@ -84,7 +84,7 @@ RUN_ON_FAKE = PYTHONPATH=. FAKE_HIDES_MEMORY=0 LD_LIBRARY_PATH=$(ON_FAKE)/lib \
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help venv build demo demo-survive demo-see demo-diloco quick t docs test test-full test-c10d test-tcp test-cpp test-python \
-  torch-suite torch-suite-tcp torch-matrix torch-smoke frameworks launchers lint includes format sanitize asan tsan arm fuzz \
+  torch-suite torch-suite-tcp torch-matrix torch-smoke frameworks launchers lint includes format sanitize asan tsan mutants arm fuzz \
   bench bench-net figures net-faults survive nightly clean cuda-build torch-on-fake gpu-check gpu-build gpu-study
 
 help:
@@ -107,7 +107,7 @@ help:
 	@echo "make torch-matrix  build, a choice of the tests and torch-suite on each torch of TORCHES"
 	@echo "make frameworks  train under Lightning, Accelerate, Ray, DeepSpeed, ...: the same weights as on gloo?"
 	@echo "make launchers start groups by torchrun, Open MPI, MPICH, Slurm's daemons, a notebook: what is installed"
-	@echo "make sanitize  the C++ tests under the sanitizers: make asan, then make tsan with the mutants"
+	@echo "make sanitize  the C++ tests under the sanitizers: make asan, make tsan, then make mutants"
 	@echo "make arm       the core and the C++ tests for AArch64, run by qemu-user; needs a cross compiler"
 	@echo "make fuzz      libFuzzer on what reads bytes of strangers, for FUZZ_SECONDS; needs clang"
 	@echo "make survive   RUNS training runs with random kills and newcomers (docs/survive.md)"
@@ -238,7 +238,7 @@ test-full: build
 
 # What takes minutes or gigabytes to show and rarely fails: whole runs of the benchmarks; 100 kills,
 # 1,000 groups, more than 2 GiB, random programs, on GPUs too; PyTorch's suite over sockets; each file compiled by
-# itself; the newest torch; machine code for all GPUs; every check of UBSan; and AArch64.
+# itself; the newest torch; machine code for all GPUs; every check of UBSan; mutants of protocols; and AArch64.
 nightly: build
 	$(BIN)/python -m pytest tests/tools/test_bench_runs.py -q
 	RINGREDUCE_TEST_FULL=1 $(BIN)/python -m pytest tests -q \
@@ -254,6 +254,7 @@ nightly: build
 	$(MAKE) cuda-build CUDA_BUILD=build/cuda-all CUDA_ARCHS=all PTX_CASES=1000 \
 	  RINGREDUCE_CMAKE_ARGS="$(RINGREDUCE_CMAKE_ARGS) -DRINGREDUCE_UNITY=OFF"
 	$(MAKE) asan SANITIZE_ALL=ON
+	$(MAKE) mutants
 	$(MAKE) arm
 
 # Gloo's results are kept in tests/torch_suite; for another torch or number of ranks they are made first,
@@ -313,7 +314,7 @@ test-cpp: build
 	$(BIN)/cmake --build $(BUILD) --target cpp_tests -j $(JOBS)
 	cd $(BUILD) && $(CTEST) -j 4 -LE cuda
 
-sanitize: asan tsan
+sanitize: asan tsan mutants
 
 asan: $(VENV)/.ready
 	$(CMAKE) -B build/asan -DRINGREDUCE_SANITIZE="address;undefined" -DRINGREDUCE_BUILD_BENCHMARKS=OFF \
@@ -321,12 +322,17 @@ asan: $(VENV)/.ready
 	$(BIN)/cmake --build build/asan -j $(JOBS)
 	cd build/asan && $(CTEST) -j 4
 
-# The mutants run last and by themselves, so that their names and count are seen.
-tsan: $(VENV)/.ready
+tsan: build/tsan/.built
+	cd build/tsan && $(CTEST) -j 2 -LE mutants
+
+# Tests of protocols must fail with one memory order weakened, or one step left out.
+mutants: build/tsan/.built
+	tests/cpp/run_mutants.sh build/tsan
+
+.PHONY: build/tsan/.built
+build/tsan/.built: $(VENV)/.ready
 	$(CMAKE) -B build/tsan -DRINGREDUCE_SANITIZE=thread -DRINGREDUCE_BUILD_BENCHMARKS=OFF
 	$(BIN)/cmake --build build/tsan -j $(JOBS)
-	cd build/tsan && $(CTEST) -j 2 -LE mutants
-	tests/cpp/run_mutants.sh build/tsan
 
 # The core, without torch, for AArch64.  The emulator shows instructions and bits, but not the order of
 # memory accesses: it has that of the machine that it runs on.
