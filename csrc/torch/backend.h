@@ -212,7 +212,7 @@ class Backend final : public c10d::Backend {
   // does everybody else.
   bool supportsTensorAlloc(c10::DeviceIndex device) override { return device < 0 || gpu_; }
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
-  // Of a tensor on a GPU: whether all ranks use it where it is, by now.
+  // Of a tensor on a GPU: whether all ranks can use it where it is, by now.
   bool isMapped(const at::Tensor& tensor) const;
   // DDP takes its buckets' memory from there until the group is destroyed, if its peers can map
   // it.  For a default group: torch has one switch for all groups of a process.

@@ -86,12 +86,18 @@ std::shared_ptr<c10::Allocator> memAllocator() {
   static auto* const pieces = new Pieces;
   static auto* const allocator = new std::shared_ptr<c10::Allocator>(
       torch::cuda::CUDAPluggableAllocator::createCustomAllocator(
-          [](size_t bytes, int device, CUstream_st* stream) {
+          [](size_t bytes, int device, CUstream_st* stream) -> void* {
             const cuda::BesideCaptures beside;
-            auto memory = cuda::ownMemory(device, bytes, [device, stream] {
-              return std::vector<CUstream_st*>{
-                  stream, c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(device))};
-            });
+            std::shared_ptr<void> memory;
+            try {
+              memory = cuda::ownMemory(device, bytes, [device, stream] {
+                return std::vector<CUstream_st*>{
+                    stream, c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(device))};
+              });
+            } catch (const cuda::CudaError& error) {
+              if (!error.is(cudaErrorMemoryAllocation)) throw;
+              return nullptr;  // torch empties its cache, and tries again
+            }
             void* const data = memory.get();
             const std::lock_guard lock(pieces->mutex);
             pieces->by_address[data] = std::move(memory);
@@ -534,7 +540,7 @@ void GpuBackend::moveBucket(const at::Tensor& bucket) {
   const c10::Storage& storage = bucket.storage();
   const c10::Device device = bucket.device();
   if (!storage.mutable_data() || storage.use_count() == 1 || told_no_memory_ ||
-      isOwnMemory(storage.data(), storage.nbytes()))
+      storage.nbytes() < kLeastOwn || isOwnMemory(storage.data(), storage.nbytes()))
     return;
   if (isCapturing(device)) captured_bucket_ = true;
   if (captured_bucket_) return;

@@ -83,7 +83,7 @@ class GpuBackend final : public c10d::Backend {
   // An uninitialised tensor of so many elements: in memory that peers can map, where calls on it
   // are then faster, or in the caching allocator's.
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
-  // Whether all ranks use a tensor where it is, by now.
+  // Whether all ranks can use a tensor where it is, by now.
   bool isMapped(const at::Tensor& tensor) const;
 
   void startCoalescing() override;

@@ -3,6 +3,7 @@
 // otherwise; and mutants that must be caught (mutants.h).
 #define CHECK_OWN_MAIN
 #include <array>
+#include <atomic>
 #include <chrono>
 #include <map>
 #include <mutex>
@@ -499,6 +500,36 @@ TEST(who_has_left_is_left_alone) {
     leftAlone(how, std::chrono::milliseconds(3000), {});  // after the farewell
   }
   leftAlone(kNvls, std::chrono::milliseconds(1000), {});
+}
+
+// Rank 0 gives up in a call by slots, and comes to a call in which ranks leave.  Rank 1 is late to
+// the first: it must not take old slots for rank 0's sums.
+TEST(who_has_failed_leaves_no_later_call) {
+  constexpr Shape kShape{2, 1, 1};
+  for (const How& how : kLeavers) {
+    Ranks ranks(layoutOf(kShape, 2));
+    Calls calls(ranks, kGiveUp / 4);
+    for (const How& one : {kTwoShot, how})
+      calls.add({.kind = one.kind,
+                 .algorithm = one.algorithm,
+                 .numbers = &numbersOf(kShape.ranks),
+                 .count = 2 * kChunkElements,
+                 .in_place = true,
+                 .located = one.located,
+                 .nvls = one.nvls});
+    std::atomic<bool> rank_0_has_ended = false;
+    host::run<Attentive>(kShape, calls.count(), [&](Attentive& block, int r, int c, size_t kernel) {
+      if (r == 1 && kernel == 0)
+        ranks::await("rank 0 has given up", [&] { return rank_0_has_ended.load(); });
+      calls.at<Delayed, compiledFor(kAll), DType::kFloat32>(block, r, c, kernel);
+      if (r == 0 && kernel == 1) rank_0_has_ended = true;
+    });
+    for (size_t kernel = 0; kernel < calls.count(); ++kernel)
+      for (int r = 0; r < kShape.ranks; ++r) {
+        const Bytes output = calls.tensors(kernel, r).result();
+        CHECK(output == Bytes(output.size(), 0xff));
+      }
+  }
 }
 
 // A peer that is in another call, or whose tensor reaches beyond its segment.

@@ -125,7 +125,7 @@ class GpuCommunicator {
   // Whether calls on so many bytes use a tensor where it is, if it lies in own memory
   // (memory/own_memory.h); the same on all ranks.  Ranks need not agree on tensors.
   virtual bool usesOwnMemory(size_t /*bytes*/) const { return false; }
-  // Whether kernels of all ranks use this memory where it is, by now.
+  // Whether kernels of all ranks can use this memory where it is, by now.
   virtual bool isMapped(const void* /*data*/, size_t /*bytes*/) const { return false; }
 
   // What its kernels know of a failure, in device memory, which is kept as long as this is.  A call

@@ -181,6 +181,7 @@ void HostCommunicator::State::makeWindow() {
     agreeOnStatus(*group, [&] {
       if (setting.ranks_on_device > 1 || !setting.run_at_once)
         throw Error(Failure::kSetup, "ranks share a GPU, or are on one that ends long kernels");
+      if (!facts.multicasts) throw Error(Failure::kSetup, "no NVSwitch adds for its GPU");
       // Code for older GPUs, compiled for this one when it was loaded, has no such instructions.
       for (const DType dtype : {DType::kFloat32, DType::kFloat16, DType::kBFloat16})
         if (load(nvlsKernel(dtype)).ptxVersion < 90)

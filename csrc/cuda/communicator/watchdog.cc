@@ -416,9 +416,7 @@ void Watchdog::compare() {
           "GPU operation #" + std::to_string(ours.sequence) + ": " +
           epoch_->peers().who(group_.rank()) + " calls " + textOf(ours) + labelOf(ours.sequence) +
           ", " + epoch_->peers().who(rank) + " calls " + textOf(theirs) +
-          (elsewhere
-               ? ", by another algorithm, in other registered memory or of tensors of other sizes"
-               : ""));
+          (elsewhere ? ", by another algorithm or of tensors of other sizes" : ""));
 }
 
 void Watchdog::checkDeadlines() {

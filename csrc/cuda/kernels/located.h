@@ -87,14 +87,11 @@ class LocatedCall {
   RINGREDUCE_DEVICE void inTurns(Bring bring, Move move, Take take) {
     const size_t turns = slicesOf(static_cast<int>(channel_), static_cast<int>(channels_),
                                   ceilDiv(chunk_, call_.slice));
-    if (turns == 0) return;
+    // After an earlier failure: it tells nobody of its tensors, so nobody touches them.
+    if (turns == 0 || guard_.failed()) return;
     const uint64_t parts = exchange_.first(kParts), results = exchange_.first(kResults);
     const Location here{input_is_mapped_ ? location_.in : Place{},
                         output_is_mapped_ ? location_.out : Place{}, location_.what};
-    if (guard_.failed()) {  // before a peer could find this rank's tensors
-      tellLeft(parts, results);
-      return;
-    }
     uint64_t turn = 0;
     bool whole = true;
     for (; whole && turn < turns; ++turn) {
@@ -115,13 +112,7 @@ class LocatedCall {
       if (!whole) break;
       take(turn);
     }
-    if (!whole) {
-      tellLeft(parts + turn, results + turn);
-      // Until no peer is at work in this rank's tensors, and none will be.
-      guard_.outwait(exchange_.size() - 1,
-                     [&](int i) { return exchange_.hasCome(kResults, results + turn, i); });
-      return;
-    }
+    if (!whole) return exchange_.depart(parts + turn, results + turn);
     exchange_.save(kParts, parts + turns);
     exchange_.save(kResults, results + turns);
   }
@@ -212,12 +203,6 @@ class LocatedCall {
     if (place.segment == 0) return window(peer, comm_.rank);
     std::byte* data = tensorAt<Rules>(comm_.table, peer, place, elements_ * kWidth);
     return data ? data + part(turn, comm_.rank).begin * kWidth : nullptr;
-  }
-
-  RINGREDUCE_DEVICE void tellLeft(uint64_t parts, uint64_t results) const {
-    block_.sync();  // behind all that its threads have written
-    exchange_.leave(kParts, parts);
-    exchange_.leave(kResults, results);
   }
 };
 

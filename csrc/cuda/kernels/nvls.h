@@ -130,7 +130,7 @@ class Nvls {
   RINGREDUCE_DEVICE void run() {
     const size_t tiles = slicesOf(static_cast<int>(channel_), static_cast<int>(channels_),
                                   ceilDiv(call_.count, tile_));
-    if (tiles == 0) return;
+    if (tiles == 0 || guard_.failed()) return;
     const auto* input = static_cast<const std::byte*>(call_.input);
     auto* output = static_cast<std::byte*>(call_.output);
     const uint64_t parts = exchange_.first(kParts), results = exchange_.first(kResults);
