@@ -111,7 +111,11 @@ def _flat(bucket: list[torch.Tensor], group: dist.ProcessGroup, number: int) -> 
 
 
 def meeting_device(group: dist.ProcessGroup) -> torch.device:
-    """Where tensors lie by which ranks agree: the CPU, unless the group takes none there."""
+    """Where tensors lie by which ranks of a group agree.
+
+    Returns:
+        The CPU, or the current GPU if the group takes no tensors on CPUs.
+    """
     if "cpu" in {device.type for device in group._device_types}:
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())

@@ -542,9 +542,9 @@ SEEDED = [
         0,
         "ll",
     ),
-    Seed("no fence before a farewell", "PTX", r"fence\.proxy", None, "between aliases", 0, "nvls"),
-    Seed("no fence after the copy in", "PTX", r"fence\.proxy", None, "between aliases", 1, "nvls"),
-    Seed("no fence after the sums", "PTX", r"fence\.proxy", None, "between aliases", 2, "nvls"),
+    Seed("no fence before a farewell", "PTX", r"fence\.proxy", None, "between aliases", 2, "nvls"),
+    Seed("no fence after the copy in", "PTX", r"fence\.proxy", None, "between aliases", 0, "nvls"),
+    Seed("no fence after the sums", "PTX", r"fence\.proxy", None, "between aliases", 1, "nvls"),
     Seed(
         "packs for all ranks at the GPU's scope",
         "PTX",

@@ -120,7 +120,11 @@ MulticastWindow::MulticastWindow(Group& group, int device, size_t bytes)
   struct {
     uint64_t granularity = 1;
   } mine;
-  agreeOnStatus(group, [&] { mine.granularity = granularityOf(device, group.size(), bytes); });
+  agreeOnStatus(group, [&] {
+    if (!describeDevice(device).multicasts)
+      throw Error(Failure::kSetup, "no NVSwitch adds for its GPU");
+    mine.granularity = granularityOf(device, group.size(), bytes);
+  });
   size_t granularity = 1;
   for (const auto& one : gatherEach(group, mine))
     granularity = std::max<size_t>(granularity, one.granularity);
