@@ -125,8 +125,8 @@ struct World {
   std::set<std::string> unmappers;  // names of the threads that have unmapped or closed memory
   std::set<CUstream> streams;
   std::map<std::pair<ino_t, int>, int> bound;  // descriptors of memory, by object and GPU
-  int working = 0;     // kernels and copies that run
-  bool hidden = true;  // nobody can touch GPU memory
+  int working = 0;                             // kernels and copies that run
+  bool hidden = true;                          // nobody can touch GPU memory
   Clock::time_point hidden_at = {};
 
   // The range that contains it, or null.
