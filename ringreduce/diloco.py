@@ -438,8 +438,8 @@ class DiLoCo:
         ):
             if odd := ranks_that_differ(zlib.crc32(repr(compared).encode()), among):
                 raise Mismatch(
-                    f"DiLoCo: of ranks {dist.get_process_group_ranks(among)}, {odd} have other "
-                    f"{what} than the others; rank {dist.get_rank()} has {mine}"
+                    f"DiLoCo: of {dist.get_world_size(among)} ranks, {odd} have other {what} than "
+                    f"the others; rank {dist.get_rank()} has {mine}"
                 )
         bits = 0
         for messages in self._fragments:

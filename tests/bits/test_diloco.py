@@ -322,14 +322,21 @@ def by_shards(me: Rank, name: str) -> None:
         with pytest.raises(ValueError, match=f"shard {1 - me.rank % 2}"):
             made[1].load_state_dict(other)
         made[1].load_state_dict(saved(made[1].state_dict()))
-        with make(plain, optimizer, sync_seconds=0.02) as diloco:
-            for step in range(1000):
-                diloco.count(1 + me.rank)
-                learn(1, step)
-                if diloco.rounds == 2:
-                    break
-        assert diloco.rounds == 2
-        diloco.sync()
+        # By time, a second a step.  Ranks of a site count other tokens, and weigh by their sum.
+        step = 0
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("ringreduce.diloco.clock.now", lambda: step)
+            made = [
+                make(model, optimizer, codec=None, sync_seconds=2.0, groups=among)
+                for (_, model, optimizer), among in zip(kinds, (site, "host"), strict=True)
+            ]
+            with made[0], made[1]:
+                for step in range(1, 7):
+                    for kind, diloco in enumerate(made):
+                        diloco.count(1 + me.rank * step)
+                        learn(kind, step)
+                    assert all(map(torch.equal, whole(0), whole(1))), step
+                    assert [diloco.rounds for diloco in made] == [step // 2] * 2
         same_on_all(oracle.digest(*whole(1)))
     finally:
         dist.destroy_process_group()

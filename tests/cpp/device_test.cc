@@ -98,6 +98,16 @@ std::vector<uint64_t> runAll(Calls& calls, const Shape& shape) {
   }(std::make_index_sequence<std::size(kTested)>());
 }
 
+// The bytes that each rank moves in this call, which must give what it promises.
+std::vector<uint64_t> movedBy(const Call& call, int P) {
+  Ranks ranks(tuned(call.blocks, 2).layout(P));
+  Calls calls(ranks);
+  calls.add(call);
+  std::vector<uint64_t> moved = runAll(calls, {P, call.blocks, 2});
+  calls.verify();
+  return moved;
+}
+
 template <class Visit>
 void forEachPair(std::span<const DType> dtypes, Visit visit) {
   for (DType dtype : dtypes)
@@ -385,14 +395,10 @@ TEST(kernels_move_the_bytes_that_their_headers_say) {
           for (bool fixed : {false, true}) {
             if (fixed ? nvls || !call.canBeFixed() : ll) continue;
             if (nvls && !call.canBeNvls()) continue;
-            Ranks ranks(tuned(blocks, 2).layout(P));
-            Calls calls(ranks);
             call.fixed = fixed;
             call.ll = ll;
             call.nvls = nvls;
-            calls.add(call);
-            for (uint64_t moved : runAll(calls, {P, blocks, 2})) CHECK_EQ(moved, bytes);
-            calls.verify();
+            for (uint64_t moved : movedBy(call, P)) CHECK_EQ(moved, bytes);
           }
         };
         moves(DeviceAlgorithm::kOneShot, (2 * p + 1) * S);
@@ -425,11 +431,7 @@ TEST(located_tensors_are_copied_only_where_they_are_not_mapped) {
           for (const bool fixed : {false, true}) {
             if (fixed && !call.canBeFixed()) continue;
             call.fixed = fixed;
-            Ranks ranks(tuned(kBlocks, 2).layout(P));
-            Calls calls(ranks);
-            calls.add(call);
-            const std::vector<uint64_t> moved = runAll(calls, {P, kBlocks, 2});
-            calls.verify();
+            const std::vector<uint64_t> moved = movedBy(call, P);
             for (uint64_t r = 0; r < p; ++r) {
               const uint64_t copies = static_cast<uint64_t>(std::popcount(staged >> 2 * r & 3));
               CHECK_EQ(moved[r], 2 * S + copies * 2 * (p - 1) * S / p);
@@ -459,11 +461,7 @@ TEST(located_parts_are_copied_only_where_they_are_not_mapped) {
             for (const bool fixed : {false, true}) {
               if (fixed && !call.canBeFixed()) continue;
               call.fixed = fixed;
-              Ranks ranks(tuned(kBlocks, 2).layout(P));
-              Calls calls(ranks);
-              calls.add(call);
-              const std::vector<uint64_t> moved = runAll(calls, {P, kBlocks, 2});
-              calls.verify();
+              const std::vector<uint64_t> moved = movedBy(call, P);
               const bool gathers = kind == Kind::kAllGather;
               for (uint64_t r = 0; r < p; ++r) {
                 const uint64_t copies = staged >> (2 * r + gathers) & 1;
@@ -483,18 +481,14 @@ TEST(calls_of_parts_move_the_bytes_that_their_headers_say) {
         const size_t count = 2 * kChunkElements * static_cast<size_t>(blocks);
         const uint64_t part = count * numbers.width();
         const auto moved = [&](Kind kind, bool in_place, bool two_hops = false) {
-          Ranks ranks(tuned(blocks, 2).layout(P));
-          Calls calls(ranks);
-          calls.add({.kind = kind,
-                     .numbers = &numbers,
-                     .count = two_hops ? p * count : count,
-                     .blocks = blocks,
-                     .in_place = in_place,
-                     .root = 1,
-                     .two_hops = two_hops});
-          const std::vector<uint64_t> bytes = runAll(calls, {P, blocks, 2});
-          calls.verify();
-          return bytes;
+          return movedBy({.kind = kind,
+                          .numbers = &numbers,
+                          .count = two_hops ? p * count : count,
+                          .blocks = blocks,
+                          .in_place = in_place,
+                          .root = 1,
+                          .two_hops = two_hops},
+                         P);
         };
         for (bool in_place : {false, true}) {
           const std::vector<uint64_t> all(p, (3 * p - 1) * part);

@@ -243,7 +243,7 @@ std::shared_ptr<void> own(int device) {
 }
 
 void awaitMapped(const SegmentBoard& board, Place place) {
-  while (!board.isMapped(place)) ranks::sleepMs(1);
+  ranks::await("it is mapped", [&] { return board.isMapped(place); });
 }
 
 TEST(memory_that_a_rank_cannot_map_is_not_used_and_no_error) {

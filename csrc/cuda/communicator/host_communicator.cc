@@ -181,13 +181,14 @@ void HostCommunicator::State::makeWindow() {
     agreeOnStatus(*group, [&] {
       if (setting.ranks_on_device > 1 || !setting.run_at_once)
         throw Error(Failure::kSetup, "ranks share a GPU, or are on one that ends long kernels");
-      if (!facts.multicasts) throw Error(Failure::kSetup, "no NVSwitch adds for its GPU");
+    });
+    window = std::make_unique<MulticastWindow>(*group, device, kNvlsWindow);
+    agreeOnStatus(*group, [&] {
       // Code for older GPUs, compiled for this one when it was loaded, has no such instructions.
       for (const DType dtype : {DType::kFloat32, DType::kFloat16, DType::kBFloat16})
         if (load(nvlsKernel(dtype)).ptxVersion < 90)
           throw Error(Failure::kSetup, "its ringreduce was built for GPUs older than sm_90 only");
     });
-    window = std::make_unique<MulticastWindow>(*group, device, kNvlsWindow);
   } catch (const Error& error) {
     if (error.facts().is_final.value_or(true)) throw;
     throw Error(error.kind(),

@@ -156,7 +156,7 @@ struct HostCommunicator::State {
 
   std::unique_ptr<MappedPages> pages;  // a HostState for each rank
   std::unique_ptr<PeerMemory> memory, staging;
-  std::unique_ptr<MulticastWindow> window;  // null: nobody has asked the NVSwitch to add
+  std::unique_ptr<MulticastWindow> window;  // only where nvls was asked for
   std::unique_ptr<SegmentBoard> board;      // for kernels that use tensors where they are
   DeviceComm comm{};
   MemoryPtr local;         // a DeviceComm, a Local and PeerTensors

@@ -87,7 +87,8 @@ class LocatedCall {
   RINGREDUCE_DEVICE void inTurns(Bring bring, Move move, Take take) {
     const size_t turns = slicesOf(static_cast<int>(channel_), static_cast<int>(channels_),
                                   ceilDiv(chunk_, call_.slice));
-    // After an earlier failure: it tells nobody of its tensors, so nobody touches them.
+    // After an earlier failure peers are not told where this rank's tensors are, and so do not use
+    // them.
     if (turns == 0 || guard_.failed()) return;
     const uint64_t parts = exchange_.first(kParts), results = exchange_.first(kResults);
     const Location here{input_is_mapped_ ? location_.in : Place{},

@@ -6,10 +6,10 @@
 //
 // A tile of the message has a part for each rank.  Each rank copies its tile to its window, loads
 // the sums of its part, stores them to all, and copies the tile out.  Flags are exchanged twice:
-// before the loads, so that all tiles are complete, and after the stores.  A rank that has its
-// peers' second flags knows that nobody reads its window any more, so it may copy the next tile
-// in.  Each block has a place of its own in the window.  A kernel ends when all of its blocks have
-// those flags, so the next call may share the window out in another way.
+// before the loads, so that all tiles are complete, and after the stores.  Once a rank has the
+// second flags of all peers, no peer reads its window any more, and it may copy the next tile in.
+// Each block has a place of its own in the window.  A kernel ends when all of its blocks have those
+// flags, so the next call may share the window out in another way.
 //
 // Ordinary addresses and multicast ones are aliases of the same memory.  PTX orders accesses by
 // both only where fence.proxy.alias lies between them (8.6): each thread has one after its copies,

@@ -5,6 +5,7 @@
 #include <cuda.h>
 
 #include <algorithm>
+#include <optional>
 #include <vector>
 
 #include "base/bytes.h"
@@ -116,11 +117,12 @@ struct MulticastWindow::Parts {
 
 MulticastWindow::MulticastWindow(Group& group, int device, size_t bytes)
     : parts_(std::make_unique<Parts>(device)) {
-  const OnDevice here(device);
+  std::optional<OnDevice> here;
   struct {
     uint64_t granularity = 1;
   } mine;
   agreeOnStatus(group, [&] {
+    here.emplace(device);
     if (!describeDevice(device).multicasts)
       throw Error(Failure::kSetup, "no NVSwitch adds for its GPU");
     mine.granularity = granularityOf(device, group.size(), bytes);

@@ -1,10 +1,10 @@
 // Memory of several GPUs that an NVSwitch adds and stores to as if it were one: a multicast object,
 // to which each GPU binds memory of its own.
 //
-// The driver's rules, which the order of the steps follows: all GPUs are added before one binds
-// memory (the call would wait for them without end), and nobody may use the object before all have
-// bound theirs.  An object that goes to other processes takes only memory that could go there too.
-// What is bound, offsets and addresses are multiples of the object's granularity.
+// The order of the steps follows the driver's rules.  All GPUs are added before any GPU binds
+// memory: the call would wait for a missing GPU without end.  All GPUs have bound memory before any
+// rank uses the object.  An object that goes to other processes takes only memory that could go
+// there too. What is bound, offsets and addresses are multiples of the object's granularity.
 #pragma once
 
 #include <cstddef>
