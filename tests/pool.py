@@ -151,7 +151,7 @@ class Call:
                 self.workers[rank].process.join(5)
             self.ended[rank] = Died(rank, self.workers[rank].process.exitcode)
 
-    def heard(self, rank: int, timeout: float = 60.0) -> Any:
+    def heard(self, rank: int, timeout: float = 150.0) -> Any:
         """The next thing that the rank sent with `Rank.tell`."""
         until = time.monotonic() + timeout
         while not self.events[rank]:

@@ -33,7 +33,7 @@ def asleep(pid: int) -> bool:
     return _state(pid) == "S"
 
 
-def wait_until(condition: Callable[[], bool], timeout: float = 20.0) -> bool:
+def wait_until(condition: Callable[[], bool], timeout: float = 120.0) -> bool:
     """Polls until the condition holds; whether it did within `timeout` seconds."""
     until = time.monotonic() + timeout
     while not condition():

@@ -83,7 +83,7 @@ class Rank:
         """Sends `what` to the test, which takes it with `Call.heard`."""
         self.conn.send_bytes(pickle.dumps(("event", what)))
 
-    def hear(self, timeout: float = 60.0) -> Any:
+    def hear(self, timeout: float = 150.0) -> Any:
         """Waits for what the test sends with `Call.tell`."""
         if not self.conn.poll(timeout):
             raise TimeoutError("the test sent nothing")

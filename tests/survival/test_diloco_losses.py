@@ -84,7 +84,9 @@ def go_on_in_a_new_group(me: Rank, prefix: str) -> list[str]:
     def shared() -> str:
         return oracle.digest(*diloco.state_dict()["parameters"].values())
 
-    with ringreduce.DiLoCo(model, optimizer, sync_every=3, fragments=2, overlap=2) as diloco:
+    # Rounds begin in even steps and are applied in odd ones: no step that changes the global
+    # parameters is followed by a wait for a round that fails.
+    with ringreduce.DiLoCo(model, optimizer, sync_every=4, fragments=2, overlap=1) as diloco:
         while diloco.step < 20:
             if diloco.step == 13 and me.rank == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -154,7 +156,9 @@ with diloco:
 
 
 @pytest.mark.skipif(os.environ.get("RINGREDUCE_WIRE") == "tcp", reason="needs shared memory")
-@pytest.mark.parametrize(("fragments", "overlap"), [(1, 0), (2, 3)])
+@pytest.mark.parametrize(
+    ("fragments", "overlap"), [pytest.param(1, 0, marks=pytest.mark.nightly), (2, 3)]
+)
 def test_a_newcomer_takes_part_in_the_next_round(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fragments: int, overlap: int
 ) -> None:

@@ -346,6 +346,8 @@ def ahead(me: Rank) -> None:
         assert x.cpu().tolist() == [1.0 + 10 * k] * 5000
 
 
+# Where all kernels run at once, each waits for its peers'.
+@pytest.mark.parametrize("machine", ["one GPU"], indirect=True)
 def test_a_root_does_not_wait_for_its_readers(machine: Machine) -> None:
     call = machine.start(ahead, 2)
     assert call.heard(0) == "sent"
