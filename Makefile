@@ -31,7 +31,7 @@ CUDA_VENV ?= .venv-cuda
 CUDA_ARCHS ?= 90
 # For cuda-build: a libringreduce_core.a of this very tree, which is then not compiled once more.
 CORE ?=
-# ON: asan has all checks of UBSan, and all tests on the fake of CUDA.
+# ON: asan and tsan both have all tests that they can have, and asan all checks of UBSan.
 SANITIZE_ALL ?= OFF
 # More arguments for CMake; setup.py reads the same variable.
 RINGREDUCE_CMAKE_ARGS ?=
@@ -107,7 +107,7 @@ help:
 	@echo "make torch-matrix  build, a choice of the tests and torch-suite on each torch of TORCHES"
 	@echo "make frameworks  train under Lightning, Accelerate, Ray, DeepSpeed, ...: the same weights as on gloo?"
 	@echo "make launchers start groups by torchrun, Open MPI, MPICH, Slurm's daemons, a notebook: what is installed"
-	@echo "make sanitize  the C++ tests under the sanitizers: make asan, make tsan, then make mutants"
+	@echo "make sanitize  the C++ tests under the sanitizers: make asan, make tsan, then make mutants (SANITIZE_ALL=ON: each under both)"
 	@echo "make arm       the core and the C++ tests for AArch64, run by qemu-user; needs a cross compiler"
 	@echo "make fuzz      libFuzzer on what reads bytes of strangers, for FUZZ_SECONDS; needs clang"
 	@echo "make survive   RUNS training runs with random kills and newcomers (docs/survive.md)"
@@ -219,7 +219,7 @@ test: test-cpp test-python
 
 # Four files at a time, whatever the machine: the tests of failures wait more than they compute.
 test-python: build
-	$(BIN)/python -m pytest tests -q -m "not slow" -n 4 --dist loadfile
+	$(BIN)/python -m pytest tests -q -m "not slow and not nightly" -n 4 --dist loadfile
 
 # The files that show most of c10d in the time.  Over sockets, any others would run too, but for those
 # about shared memory.
@@ -234,13 +234,14 @@ test-tcp:
 # Whole programs: examples, tutorials, the checks of types.
 test-full: build
 	$(BIN)/cmake --build $(BUILD) --target cpp_benchmarks -j $(JOBS)
-	$(BIN)/python -m pytest tests -q -m slow -n 3 --dist loadfile --ignore tests/tools/test_bench_runs.py
+	$(BIN)/python -m pytest tests -q -m "slow and not nightly" -n 3 --dist loadfile --ignore tests/tools/test_bench_runs.py
 
 # What takes minutes or gigabytes to show and rarely fails: whole runs of the benchmarks; 100 kills,
 # 1,000 groups, more than 2 GiB, random programs, on GPUs too; PyTorch's suite over sockets; each file compiled by
 # itself; the newest torch; machine code for all GPUs; every check of UBSan; mutants of protocols; and AArch64.
 nightly: build
 	$(BIN)/python -m pytest tests/tools/test_bench_runs.py -q
+	$(BIN)/python -m pytest tests -q -m nightly
 	RINGREDUCE_TEST_FULL=1 $(BIN)/python -m pytest tests -q \
 	  -k "2_to_the_31 or sigkill_amid or costs_no_round or names_a_survivor or many_groups or burn_a_core or soak or \
 	  compiled_steps or properties or random_faults"
@@ -253,8 +254,7 @@ nightly: build
 	$(BIN)/cmake --build build/single --target _C -j $(JOBS)
 	$(MAKE) cuda-build CUDA_BUILD=build/cuda-all CUDA_ARCHS=all PTX_CASES=1000 \
 	  RINGREDUCE_CMAKE_ARGS="$(RINGREDUCE_CMAKE_ARGS) -DRINGREDUCE_UNITY=OFF"
-	$(MAKE) asan SANITIZE_ALL=ON
-	$(MAKE) mutants
+	$(MAKE) sanitize SANITIZE_ALL=ON
 	$(MAKE) arm
 
 # Gloo's results are kept in tests/torch_suite; for another torch or number of ranks they are made first,
@@ -331,7 +331,8 @@ mutants: build/tsan/.built
 
 .PHONY: build/tsan/.built
 build/tsan/.built: $(VENV)/.ready
-	$(CMAKE) -B build/tsan -DRINGREDUCE_SANITIZE=thread -DRINGREDUCE_BUILD_BENCHMARKS=OFF
+	$(CMAKE) -B build/tsan -DRINGREDUCE_SANITIZE=thread -DRINGREDUCE_BUILD_BENCHMARKS=OFF \
+	  -DRINGREDUCE_SANITIZE_ALL=$(SANITIZE_ALL)
 	$(BIN)/cmake --build build/tsan -j $(JOBS)
 
 # The core, without torch, for AArch64.  The emulator shows instructions and bits, but not the order of
@@ -383,7 +384,7 @@ torch-on-fake: $(CUDA_VENV)/.ready
 	$(CUDA_CMAKE) -B $(CUDA_BUILD)
 	$(CUDA_BIN)cmake --build $(CUDA_BUILD) --target torch_on_fake -j $(JOBS)
 	cd $(ON_FAKE) && $(RUN_ON_FAKE) $(CUDA_BIN)pytest $(CURDIR)/tests/cuda/torch_on_fake -q \
-	  -n 3 --dist loadfile
+	  $(if $(RINGREDUCE_TEST_FULL),,-m "not nightly") -n 3 --dist loadfile
 
 # pip's nvcc lies deep inside, and looks for lib64, which it does not bring.
 $(CUDA_VENV)/.ready: requirements-cuda.txt

@@ -25,24 +25,37 @@ MakeWorld = Callable[..., World]
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: runs whole programs; not part of `make test`")
+    config.addinivalue_line(
+        "markers", "nightly: long, and rarely fails; `make nightly`"
+    )
     config.addinivalue_line("markers", "root: needs to be root (other users, network namespaces)")
 
 
 # Files that take longest: several run at a time, and one of these alone at the end would be waited
 # for.
 LONG = (
+    "test_elastic",
+    "test_horovod_elastic",
+    "test_default",
+    "test_recorder",
     "test_launchers",
     "test_membership",
     "test_lifecycle",
     "test_tutorials",
     "test_examples",
+    "test_diloco_losses",
+    "test_gpu_check",
+    "test_timeline",
+    "test_metrics",
+    "test_survive",
+    "test_diloco",
     "test_init",
     "test_bits",
 )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.stem not in LONG)
+    items.sort(key=lambda item: (*LONG, item.path.stem).index(item.path.stem))
     for item in items:
         if os.geteuid() != 0 and item.get_closest_marker("root"):
             item.add_marker(pytest.mark.skip(reason="needs root"))

@@ -148,6 +148,7 @@ def test_ranks_wait_for_the_one_that_is_started_again_if_they_are_too_few(tmp_pa
     assert {one["result"] for one in told.values()} == {20}
 
 
+@pytest.mark.nightly
 def test_a_reset_limit_ends_the_job(tmp_path: Path) -> None:
     told, done = train(tmp_path, 2, 20, 2, "--min-np", "2", "--reset-limit", "0")
     assert done.returncode == 1 and not told, done.stderr
@@ -168,6 +169,7 @@ time.sleep(1)
 """
 
 
+@pytest.mark.nightly
 def test_without_a_reset_limit_others_go_on_if_they_are_enough(tmp_path: Path) -> None:
     for least, status in ((1, 0), (2, 1)):
         (lives := tmp_path / str(least)).mkdir()
@@ -428,6 +430,7 @@ def kill_one() -> None:
     hvd.barrier()
 
 
+@pytest.mark.nightly
 def test_run_returns_results_by_rank_and_raises_the_first_error(tmp_path: Path) -> None:
     assert hvd.run(square, (3,), {"plus": 1}, num_proc=2) == [(0, 10, 1.0), (1, 10, 1.0)]
     with pytest.raises(RuntimeError, match="rank 1 of 2 failed") as caught:

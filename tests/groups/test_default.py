@@ -176,7 +176,7 @@ def test_groups_without_a_name_are_made_by_ringreduce() -> None:
     }
 
 
-@pytest.mark.parametrize("debug", ["OFF", "DETAIL"])
+@pytest.mark.parametrize("debug", ["OFF", pytest.param("DETAIL", marks=pytest.mark.nightly)])
 def test_gloo_is_replaced_under_its_name(tmp_path: Path, debug: str) -> None:
     """A program reads the same names as without ringreduce; rank 0 logs once what it gets."""
     script = tmp_path / "train.py"

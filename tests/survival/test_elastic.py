@@ -50,6 +50,7 @@ def faults(runs: int, folder: Path) -> None:
     assert json.loads(counts.read_text())["ranks_joined"] > 0
 
 
+@pytest.mark.nightly
 def test_random_faults(tmp_path: Path, full: bool) -> None:
     faults(20 if full else 4, tmp_path)  # of 15 faults each
 
@@ -264,6 +265,7 @@ assert (total + mean_residual() - owed - wanted).abs().max() < 1e-5
 """
 
 
+@pytest.mark.nightly
 def test_residuals_stay_when_a_rank_joins(tmp_path: Path) -> None:
     done = supervised_lives(tmp_path, CODED, "--nproc", "3", "--restarts", "1")
     assert sorted(done.stdout.split("\n"))[1:] == [f"rank {r} is done" for r in range(3)], done

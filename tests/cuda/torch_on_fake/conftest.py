@@ -47,7 +47,14 @@ class Machine:
         return self.pool.start(job, self.world(size, **options), *args, fresh=fresh)
 
 
-@pytest.fixture(scope="session", params=MACHINES)
+# Without MPS, ranks of one GPU differ from those of four in all that MPS lets them do.
+NIGHTLY = pytest.mark.nightly
+
+
+@pytest.fixture(
+    scope="session",
+    params=[pytest.param(name, marks=NIGHTLY if "MPS" in name else ()) for name in MACHINES],
+)
 def machine(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Machine]:
