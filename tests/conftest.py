@@ -25,9 +25,7 @@ MakeWorld = Callable[..., World]
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: runs whole programs; not part of `make test`")
-    config.addinivalue_line(
-        "markers", "nightly: long, and rarely fails; `make nightly`"
-    )
+    config.addinivalue_line("markers", "nightly: long, and rarely fails; `make nightly`")
     config.addinivalue_line("markers", "root: needs to be root (other users, network namespaces)")
 
 

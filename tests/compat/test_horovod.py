@@ -1095,7 +1095,7 @@ def play(me: Rank, seeds: Sequence[int]) -> int:
 
 
 @pytest.mark.parametrize(
-    "count", [20, pytest.param(170, marks=pytest.mark.slow)], ids=["few", "many"]
+    "count", [20, pytest.param(170, marks=pytest.mark.nightly)], ids=["few", "many"]
 )
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_random_programs(pool: Pool, world: MakeWorld, size: int, count: int) -> None:

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "ranks", "env", "wanted"),
     [
-        ("ringreduce", 1, {}, (1, 2, 2, 1, 2)),
+        pytest.param("ringreduce", 1, {}, (1, 2, 2, 1, 2), marks=pytest.mark.nightly),
         # The others go on after the loss of a node, and start anew when it joins again.
         ("ringreduce_hosts", 2, {"RINGREDUCE_ON_LOSS": "continue"}, (2, 4, 4, 4)),
     ],

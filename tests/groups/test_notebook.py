@@ -72,6 +72,7 @@ def execute(folder: Path, *cells: str) -> dict[str, Any]:
     return answer
 
 
+@pytest.mark.nightly
 def test_ranks_forked_from_a_kernel(tmp_path: Path) -> None:
     """They train as on gloo: before, beside and after a group of the kernel's own.
 

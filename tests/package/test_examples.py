@@ -129,6 +129,7 @@ def test_demo_in_small(tmp_path: Path) -> None:
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.nightly
 def test_demo_of_a_lost_rank(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     demo = [sys.executable, str(EXAMPLES / "demo_survive.py"), "--ranks", "3", "--steps", "480"]

@@ -577,7 +577,7 @@ needs_namespaces = pytest.mark.skipif(
 )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("check", "prefix", "env", "words"),
     [
@@ -632,7 +632,7 @@ def test_folders_of_a_sound_job_are_not_made(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("check", "whose", "who", "words"),
     [
@@ -669,7 +669,7 @@ def under_torchrun(size: int, script: str, **env: str) -> subprocess.CompletedPr
     return launchers.run([*command, *DOCTOR, "--json"], env, timeout=200.0)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @needs_two_cores
 def test_all_ranks_on_one_core_under_torchrun() -> None:
     done = under_torchrun(2, f'exec taskset -c {CORE} "$@"')
@@ -678,7 +678,7 @@ def test_all_ranks_on_one_core_under_torchrun() -> None:
     assert done.returncode != 0  # torchrun's, for a rank that ended with 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_a_job_over_sockets_does_without_under_torchrun() -> None:
     script = f'exec {shlex.join(without("ftruncate"))} "$@"'
     done = under_torchrun(2, script, RINGREDUCE_WIRE="tcp")
@@ -734,7 +734,7 @@ def on_rank(rank: int, *prefix: str) -> list[str]:
     return ["sh", "-c", script, "sh"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @needs_hosts
 @pytest.mark.parametrize(
     ("check", "whose", "prefix", "env"),
