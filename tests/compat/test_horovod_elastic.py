@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from launchers import untouched
 from pool import run_ranks
 
 import ringreduce.horovod as hvd
-from ringreduce.horovod import _rendezvous, horovodrun
+from ringreduce.horovod import _rendezvous, _world, horovodrun
 from ringreduce.horovod._rendezvous import Limits, Member, Rendezvous
 from ringreduce.horovod.torch import elastic
 
@@ -98,11 +99,25 @@ def expected(history: Sequence[tuple[int, int]]) -> tuple[float, float]:
     return weight.item(), rate
 
 
-def launch(*arguments: str, timeout: float = 300.0) -> subprocess.CompletedProcess[str]:
+def launch(*arguments: str, timeout: float = 900.0) -> subprocess.CompletedProcess[str]:
+    """Runs horovodrun.  After `timeout` seconds it and its ranks are killed, and all that they have
+    written is shown."""
     command = [sys.executable, "-m", "ringreduce.horovod.horovodrun", *arguments]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=timeout, env=untouched(), check=False
-    )
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=untouched(),
+        start_new_session=True,
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            out, err = process.communicate()
+            pytest.fail(f"horovodrun has not ended in {timeout:.0f} s:\n{out}\n{err}")
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
 def train(
@@ -405,6 +420,26 @@ def test_restore_takes_back_what_was_not_saved(monkeypatch: pytest.MonkeyPatch) 
         other.weight.add_(1)
     state.restore()
     assert state.model is other and other.weight.item() == kept
+
+
+def test_a_group_that_could_not_be_made_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone(monkeypatch)
+    monkeypatch.setattr(_rendezvous, "is_elastic", lambda: True)
+    monkeypatch.setattr(_rendezvous, "here", Mock)
+    monkeypatch.setattr(elastic, "tell_supervisor", Mock())
+    monkeypatch.setattr(_world, "is_initialized", lambda: False)
+    restart = Mock(side_effect=[hvd.HorovodInternalError("rank 1 is lost"), False])
+    monkeypatch.setattr(_world, "restart", restart)
+    state = elastic.ObjectState(lambda value: value, step=0)
+    train = Mock(side_effect=[hvd.HorovodInternalError("rank 2 is lost"), "trained"])
+    train.__name__ = "train"
+
+    def no_rank() -> int:
+        raise ValueError("hvd.init() comes first")
+
+    monkeypatch.setattr(elastic, "rank", no_rank)
+    assert elastic.run(train)(state) == "trained"
+    assert restart.call_count == 2 and train.call_count == 2
 
 
 # ---- hvd.run

@@ -102,7 +102,9 @@ def run(
                 if repeats == _REPEATS:
                     _log.error("the same ranks have failed %d times without a commit", repeats + 1)
                     raise
-                _log.warning("rank %d goes back to the last commit: %s", rank(), error)
+                # It has no rank if the group could not be made.
+                who = f"rank {rank()}" if _world.is_initialized() else "this process"
+                _log.warning("%s goes back to the last commit: %s", who, error)
                 state.restore()
                 restarts = needs_sync = has_failed = True
             except HostsUpdatedInterrupt as change:
