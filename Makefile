@@ -40,6 +40,9 @@ export RINGREDUCE_CMAKE_ARGS
 # is no GPU, `make build` does without, whatever torch is.
 export RINGREDUCE_CUDA ?= $(if $(wildcard /dev/nvidiactl /dev/dxg),auto,0)
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
+# pip compiles no Python here, since most of torch's is never imported: each module is compiled when it
+# is imported first.  Without files of that, each of thousands of processes would take twice as long.
+unexport PYTHONDONTWRITEBYTECODE
 # torch looks up the name behind the address of every store that it connects to.  An answer that is
 # lost then costs a second, not five.
 export RES_OPTIONS ?= timeout:1 attempts:1

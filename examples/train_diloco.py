@@ -86,7 +86,7 @@ def main() -> None:
     dist.init_process_group("ringreduce")
     texts = load_text()
     runs = {way: train(args, way, texts) for way in ("DDP", "DiLoCo")}
-    write_record(args.record, runs)
+    write_record(args.record, {**runs, "steps": args.steps})
     if dist.get_rank() == 0:
         print(f"{'':<8}{'held-out loss':>14}{'MB sent by rank 0':>20}{'seconds':>10}")
         for way, run in runs.items():

@@ -1,0 +1,98 @@
+"""Outer steps on a slow line: what share of their time ranks compute, and tokens beside DDP.
+
+    python benchmarks/net/diloco.py      # 100 Mbit/s, 50 ms each way, 0.1 % lost, as root
+    python benchmarks/net/diloco.py --rounds 1 -- --steps 60 --overlap 0
+
+Hosts are network namespaces of this machine (tests/hosts.py), with a rank each that runs
+examples/train_diloco.py; what follows `--` goes to it.  The same program runs on the line and on
+one of no delay and no limit, in turns.  *Utilisation* is its time there over its time on the line.
+The exit status is 1 if ranks ended with different weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "examples")]
+
+from hosts import Hosts, HostsError, why_not  # noqa: E402
+from train_gpt import BATCH, CONTEXT  # noqa: E402
+
+WAYS = ("DDP", "DiLoCo")
+
+
+def run(hosts: Hosts, program: Sequence[str], port: int, timeout: float) -> list[dict[str, Any]]:
+    """What each rank recorded of both ways.  Raises HostsError."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, str(ROOT / "examples/train_diloco.py"), *program]
+        job = hosts.start([*command, "--record", folder], port=port)
+        for outcome in job.wait(timeout):
+            if outcome.code != 0:
+                raise HostsError(
+                    f"rank {outcome.rank} ended with {outcome.code}:\n{outcome.output}"
+                )
+        records = [Path(folder, f"rank{rank}.json") for rank in range(len(hosts))]
+        return [json.loads(record.read_text()) for record in records]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and print; the exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--rate-mbit", type=float, default=100.0)
+    parser.add_argument("--delay-ms", type=float, default=50.0, help="one way (50)")
+    parser.add_argument("--loss", type=float, default=0.001, help="share of packets (0.001)")
+    parser.add_argument("--rounds", type=int, default=3, help="runs on each line, in turns (3)")
+    parser.add_argument("--timeout", type=float, default=900.0, help="seconds of one run (900)")
+    parser.add_argument("program", nargs="*", metavar="-- ARGUMENT", help="of train_diloco.py")
+    options = parser.parse_args(arguments)
+    if min(options.hosts - 1, options.rounds) < 1:
+        parser.error("--hosts are at least 2, and --rounds at least 1")
+    if reason := why_not():
+        print(f"diloco.py: no hosts here: {reason}", file=sys.stderr)
+        return 1
+    program = options.program or ["--steps", "120", "--fragments", "2", "--overlap", "5"]
+    line = {"delay_ms": options.delay_ms, "rate_mbit": options.rate_mbit, "loss": options.loss}
+    seconds: dict[tuple[str, bool], list[float]] = {}
+    same = True
+    try:
+        for number in range(options.rounds):
+            for slow in (False, True):
+                with Hosts(options.hosts, **(line if slow else {})) as hosts:
+                    records = run(hosts, program, 29600 + 2 * number + slow, options.timeout)
+                for way in WAYS:
+                    seconds.setdefault((way, slow), []).append(records[0][way]["seconds"])
+                    same &= len({record[way]["weights_hash"] for record in records}) == 1
+    except HostsError as error:
+        print(f"diloco.py: {error}", file=sys.stderr)
+        return 1
+    steps = records[0]["steps"]
+    print(f"{options.hosts} hosts, {options.rate_mbit:g} Mbit/s, {options.delay_ms:g} ms each way, "
+          f"{options.loss:.1%} lost; {steps} steps; {' '.join(program)}")  # fmt: skip
+    print(f"{'':<8}{'seconds':>9}{'from':>9}{'to':>9}{'tokens/s':>10}{'utilisation':>13}")
+    tokens = BATCH * CONTEXT * options.hosts * steps
+    medians = {key: statistics.median(times) for key, times in seconds.items()}
+    for way in WAYS:
+        times, median = seconds[way, True], medians[way, True]
+        print(f"{way:<8}{median:>9.1f}{min(times):>9.1f}{max(times):>9.1f}"
+              f"{tokens / median:>10.0f}{medians[way, False] / median:>13.1%}")  # fmt: skip
+    gain = medians["DDP", True] / medians["DiLoCo", True]
+    print(f"{gain:.1f} times as many tokens a second" + ("" if same else "; WEIGHTS DIFFER"))
+    return int(not same)
+
+
+if __name__ == "__main__":
+    # torch's store asks for the names of addresses, which a namespace has nobody to ask for.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    sys.exit(main())
