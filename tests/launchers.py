@@ -74,9 +74,13 @@ def mpirun(world_size: int, *arguments: str, kind: str = "") -> list[str]:
 
 
 def run(
-    command: Sequence[str], env: Mapping[str, str] | None = None, timeout: float = 400.0
+    command: Sequence[str], env: Mapping[str, str] | None = None, timeout: float = 900.0
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a launcher to its end; after the timeout, ends it with all that it started."""
+    """Runs a launcher to its end.
+
+    After the timeout it is ended with all that it started, and the test fails with all that was
+    written.
+    """
     # Open MPI refuses to run as root, which one is in a container, without these.
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     process = subprocess.Popen(
@@ -90,8 +94,10 @@ def run(
     )
     try:
         out, err = process.communicate(timeout=timeout)
-    except BaseException:
-        end([process], grace=10.0)  # torchrun and mpirun take their ranks along
-        process.communicate()
+    except BaseException as error:
+        end([process], grace=10.0)  # a launcher takes its ranks along
+        out, err = process.communicate()
+        if isinstance(error, subprocess.TimeoutExpired):
+            pytest.fail(f"{command} did not end in {timeout:.0f} s:\n{out}\n{err}")
         raise
     return subprocess.CompletedProcess(command, process.returncode, out, err)

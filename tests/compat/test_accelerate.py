@@ -154,7 +154,7 @@ def test_refusals_say_what_to_do(tmp_path: Path) -> None:
     def say(program: str) -> str:
         env = {**launchers.untouched(), "PYTHONPATH": str(tmp_path)}
         command = [sys.executable, "-c", program]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
         return done.stdout + done.stderr
 
     absent = say("import sys; sys.modules['accelerate'] = None\n" + ENABLE)

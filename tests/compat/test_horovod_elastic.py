@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import launchers
 import pytest
 import torch
 import torch.distributed as dist
@@ -99,25 +100,8 @@ def expected(history: Sequence[tuple[int, int]]) -> tuple[float, float]:
     return weight.item(), rate
 
 
-def launch(*arguments: str, timeout: float = 900.0) -> subprocess.CompletedProcess[str]:
-    """Runs horovodrun.  After `timeout` seconds it and its ranks are killed, and all that they have
-    written is shown."""
-    command = [sys.executable, "-m", "ringreduce.horovod.horovodrun", *arguments]
-    with subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=untouched(),
-        start_new_session=True,
-    ) as process:
-        try:
-            out, err = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            out, err = process.communicate()
-            pytest.fail(f"horovodrun has not ended in {timeout:.0f} s:\n{out}\n{err}")
-    return subprocess.CompletedProcess(command, process.returncode, out, err)
+def launch(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return launchers.run([sys.executable, "-m", "ringreduce.horovod.horovodrun", *arguments])
 
 
 def train(
@@ -224,7 +208,7 @@ except hvd.HorovodInternalError as error:
 def test_without_elastic_all_others_name_the_killed_rank(tmp_path: Path) -> None:
     script = tmp_path / "lost.py"
     script.write_text(LOST)
-    done = run_ranks(script, 3, untouched(), timeout=120.0)
+    done = run_ranks(script, 3, untouched(), timeout=600.0)
     assert done[1].returncode == -signal.SIGKILL
     for other in (done[0], done[2]):
         assert (other.returncode, other.stdout) == (0, "raised\n"), other.stderr

@@ -60,7 +60,7 @@ def check(start: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> Check:
 
     def run(machine: StandIn, *arguments: str) -> tuple[int, list[str], dict[str, Any]]:
         process = start(machine, *arguments)
-        said = process.communicate(timeout=120)[0].splitlines()
+        said = process.communicate(timeout=600)[0].splitlines()
         # However it ends, the last lines name what belongs to a report, and both files are there.
         files = [tmp_path / "results" / name for name in ("gpu-check.json", "gpu-check.log")]
         attach = "Attach these two files to a report:"
@@ -275,7 +275,7 @@ def test_a_run_that_is_cut_leaves_its_results(
     while not (started := sleepers() - before) and time.monotonic() < patience:
         time.sleep(0.05)
     process.send_signal(number)
-    said = process.communicate(timeout=60)[0]
+    said = process.communicate(timeout=300)[0]
     found = statuses(stages(tmp_path))
     assert {found["build"], found["check"]} == {"ok"}
     if number == signal.SIGTERM:

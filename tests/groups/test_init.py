@@ -113,7 +113,7 @@ def test_made_again_without_a_launchers_store(tmp_path: Path) -> None:
         """,
     )
     env = {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(free_port())}
-    for done in run_ranks(script, 3, env, timeout=100):
+    for done in run_ranks(script, 3, env):
         assert done.returncode == 0, done.stderr
 
 

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import launchers
 import pytest
 import survive_faults
 import torch
@@ -130,7 +131,7 @@ sys.stdout.write(f"rank {rank} is done\\n")
 
 def supervise(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "ringreduce.supervise", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240)
+    return launchers.run(command)
 
 
 def test_newcomers_join_while_another_place_is_vacant(tmp_path: Path) -> None:
@@ -150,7 +151,7 @@ def test_newcomers_join_while_another_place_is_vacant(tmp_path: Path) -> None:
         )
         for node in range(2)
     ]
-    told = [supervisor.communicate(timeout=240) for supervisor in supervisors]
+    told = [supervisor.communicate(timeout=900) for supervisor in supervisors]
     stdout, stderr = ("".join(texts) for texts in zip(*told, strict=True))
     done = [f"rank {rank} is done" for rank in (0, 1, 2)]
     assert sorted(stdout.splitlines()) == done, stderr

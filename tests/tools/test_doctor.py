@@ -524,7 +524,7 @@ def worse_than_notes(output: str) -> set[str]:
 
 
 def diagnose(*prefix: str, **env: str) -> subprocess.CompletedProcess[str]:
-    return launchers.run([*prefix, *DOCTOR, "--json"], env, timeout=120.0)
+    return launchers.run([*prefix, *DOCTOR, "--json"], env, timeout=400.0)
 
 
 def finding(output: str, check: str) -> dict[str, Any]:
@@ -651,7 +651,7 @@ def test_processes_that_contradict_each_other(
 
     def start(one: tuple[int, int]) -> subprocess.CompletedProcess[str]:
         place = as_rank(one[0], port) | {"WORLD_SIZE": str(one[1])}
-        return launchers.run([*DOCTOR, "--json"], place, timeout=200.0)
+        return launchers.run([*DOCTOR, "--json"], place, timeout=600.0)
 
     with concurrent.futures.ThreadPoolExecutor(len(who)) as pool:
         done = list(pool.map(start, who))
@@ -666,7 +666,7 @@ def test_processes_that_contradict_each_other(
 
 def under_torchrun(size: int, script: str, **env: str) -> subprocess.CompletedProcess[str]:
     command = launchers.torchrun(size, "--no-python", "sh", "-c", script, "sh")
-    return launchers.run([*command, *DOCTOR, "--json"], env, timeout=200.0)
+    return launchers.run([*command, *DOCTOR, "--json"], env, timeout=600.0)
 
 
 @pytest.mark.nightly
@@ -697,7 +697,7 @@ def test_a_rank_that_does_not_come_under_torchrun() -> None:
 @needs_two_cores
 def test_ranks_of_mpirun() -> None:
     command = launchers.mpirun(2)
-    done = launchers.run([*command, *DOCTOR[1:], "--json"], timeout=200.0)
+    done = launchers.run([*command, *DOCTOR[1:], "--json"], timeout=600.0)
     assert worse_than_notes(done.stdout) == set(), done.stdout + done.stderr
     assert done.returncode == 0
 

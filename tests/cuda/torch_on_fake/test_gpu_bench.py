@@ -23,7 +23,7 @@ def run(*command: str, gpus: int) -> str:
         [sys.executable, *command],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=900,
         env={**os.environ, "FAKE_GPUS": str(gpus)},
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]

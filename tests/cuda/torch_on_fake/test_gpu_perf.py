@@ -23,7 +23,7 @@ def perf(gpus: int, out: Path, *arguments: str) -> list[dict[str, Any]]:
         env={**os.environ, "FAKE_GPUS": str(gpus)},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=900,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return [json.loads(line) for line in out.read_text().splitlines()]
