@@ -40,8 +40,8 @@ export RINGREDUCE_CMAKE_ARGS
 # is no GPU, `make build` does without, whatever torch is.
 export RINGREDUCE_CUDA ?= $(if $(wildcard /dev/nvidiactl /dev/dxg),auto,0)
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
-# pip compiles no Python here, since most of torch's is never imported: each module is compiled when it
-# is imported first.  Without files of that, each of thousands of processes would take twice as long.
+# Python compiles a module at its first import and keeps the result.  pip does not compile them all: most
+# of torch is never imported.  With this variable nothing is kept, and every process compiles torch anew.
 unexport PYTHONDONTWRITEBYTECODE
 # torch looks up the name behind the address of every store that it connects to.  An answer that is
 # lost then costs a second, not five.
@@ -237,17 +237,16 @@ test-tcp:
 # Whole programs: examples, tutorials, the checks of types.
 test-full: build
 	$(BIN)/cmake --build $(BUILD) --target cpp_benchmarks -j $(JOBS)
-	$(BIN)/python -m pytest tests -q -m "slow and not nightly" -n 3 --dist loadfile --ignore tests/tools/test_bench_runs.py
+	$(BIN)/python -m pytest tests -q -m "slow and not nightly" -n 3 --dist loadfile
 
 # What takes minutes or gigabytes to show and rarely fails: whole runs of the benchmarks; 100 kills,
 # 1,000 groups, more than 2 GiB, random programs, on GPUs too; PyTorch's suite over sockets; each file compiled by
 # itself; the newest torch; machine code for all GPUs; every check of UBSan; mutants of protocols; and AArch64.
 nightly: build
-	$(BIN)/python -m pytest tests/tools/test_bench_runs.py -q
-	$(BIN)/python -m pytest tests -q -m nightly
-	RINGREDUCE_TEST_FULL=1 $(BIN)/python -m pytest tests -q \
+	RINGREDUCE_TEST_FULL=1 $(BIN)/python -m pytest tests -q -m nightly
+	RINGREDUCE_TEST_FULL=1 $(BIN)/python -m pytest tests -q -m "not nightly" \
 	  -k "2_to_the_31 or sigkill_amid or costs_no_round or names_a_survivor or many_groups or burn_a_core or soak or \
-	  compiled_steps or properties or random_faults"
+	  compiled_steps or properties"
 	RINGREDUCE_TEST_FULL=1 $(MAKE) torch-on-fake
 	$(MAKE) torch-suite-tcp
 	$(MAKE) torch-smoke

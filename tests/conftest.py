@@ -25,12 +25,14 @@ MakeWorld = Callable[..., World]
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: runs whole programs; not part of `make test`")
-    config.addinivalue_line("markers", "nightly: long, and rarely fails; `make nightly`")
+    config.addinivalue_line(
+        "markers", "nightly: is long and rarely fails; part of `make nightly` only"
+    )
     config.addinivalue_line("markers", "root: needs to be root (other users, network namespaces)")
 
 
-# Files that take longest: several run at a time, and one of these alone at the end would be waited
-# for.
+# Files that take longest, the longest first: several run at a time, and one of these alone at the
+# end would be waited for.
 LONG = (
     "test_elastic",
     "test_horovod_elastic",

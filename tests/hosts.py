@@ -195,6 +195,16 @@ class Job:
             for rank, process in enumerate(self.processes)
         ]
 
+    def outputs(self, timeout: float) -> list[str]:
+        """What each rank wrote, once all have ended. Raises HostsError if one did not end well."""
+        outcomes = self.wait(timeout)
+        for outcome in outcomes:
+            if outcome.code != 0:
+                raise HostsError(
+                    f"rank {outcome.rank} ended with {outcome.code}:\n{outcome.output}"
+                )
+        return [outcome.output for outcome in outcomes]
+
     def kill(self) -> None:
         """End all processes and those that they have started."""
         for process in self.processes:

@@ -110,7 +110,7 @@ def quick() -> None:
     tests = ROOT / "tests"
     python = {path for name in SMOKE for path in tests.glob(f"*/{name}")}
     python |= {path for path in files if path in set(tests.glob("*/test_*.py"))}
-    pytest("-m", "not slow", *sorted(python))
+    pytest("-m", "not slow and not nightly", *sorted(python))
 
 
 def named(word: str) -> None:
@@ -119,7 +119,7 @@ def named(word: str) -> None:
     run_cpp_tests(programs)
     files = [path for path in (ROOT / "tests").glob("*/test_*.py") if word in path.stem]
     if files:
-        pytest("-m", "not slow", *sorted(files))
+        pytest("-m", "not slow and not nightly", *sorted(files))
     elif not programs:
         pytest("tests", "-k", word)
 

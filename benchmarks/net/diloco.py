@@ -29,18 +29,13 @@ from train_gpt import BATCH, CONTEXT  # noqa: E402
 WAYS = ("DDP", "DiLoCo")
 
 
-def run(hosts: Hosts, program: Sequence[str], port: int, timeout: float) -> list[dict[str, Any]]:
-    """What each rank recorded of both ways.  Raises HostsError."""
+def run(hosts: Hosts, program: Sequence[str], timeout: float) -> dict[str, Any]:
+    """What rank 0 recorded of both ways.  Raises HostsError."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(ROOT / "examples/train_diloco.py"), *program]
-        job = hosts.start([*command, "--record", folder], port=port)
-        for outcome in job.wait(timeout):
-            if outcome.code != 0:
-                raise HostsError(
-                    f"rank {outcome.rank} ended with {outcome.code}:\n{outcome.output}"
-                )
-        records = [Path(folder, f"rank{rank}.json") for rank in range(len(hosts))]
-        return [json.loads(record.read_text()) for record in records]
+        hosts.start([*command, "--record", folder]).outputs(timeout)
+        record: dict[str, Any] = json.loads(Path(folder, "rank0.json").read_text())
+        return record
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -65,16 +60,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     line = {"delay_ms": options.delay_ms, "rate_mbit": options.rate_mbit, "loss": options.loss}
     seconds: dict[tuple[str, bool], list[float]] = {}
     try:
-        for number in range(options.rounds):
+        for _ in range(options.rounds):
             for slow in (False, True):
                 with Hosts(options.hosts, **(line if slow else {})) as hosts:
-                    records = run(hosts, program, 29600 + 2 * number + slow, options.timeout)
+                    record = run(hosts, program, options.timeout)
                 for way in WAYS:
-                    seconds.setdefault((way, slow), []).append(records[0][way]["seconds"])
+                    seconds.setdefault((way, slow), []).append(record[way]["seconds"])
     except HostsError as error:
         print(f"diloco.py: {error}", file=sys.stderr)
         return 1
-    steps = records[0]["steps"]
+    steps = record["steps"]
     print(f"{options.hosts} hosts, {options.rate_mbit:g} Mbit/s, {options.delay_ms:g} ms each way, "
           f"{options.loss:.1%} lost; {steps} steps; {' '.join(program)}")  # fmt: skip
     print(f"{'':<8}{'seconds':>9}{'from':>9}{'to':>9}{'tokens/s':>10}{'utilisation':>13}")

@@ -104,15 +104,12 @@ def run(hosts: Hosts, ring: str, options: argparse.Namespace, port: int) -> dict
         },
         port=port,
     )
-    outcomes = job.wait(options.timeout)
-    for outcome in outcomes:
-        if outcome.code != 0:
-            raise HostsError(f"rank {outcome.rank} ended with {outcome.code}:\n{outcome.output}")
-    for line in outcomes[0].output.splitlines():
+    output = job.outputs(options.timeout)[0]
+    for line in output.splitlines():
         if line.startswith("FOUND "):
             found: dict[str, Any] = json.loads(line.removeprefix("FOUND "))
             return found
-    raise HostsError(f"rank 0 said nothing of what it found:\n{outcomes[0].output}")
+    raise HostsError(f"rank 0 said nothing of what it found:\n{output}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

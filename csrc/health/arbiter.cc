@@ -90,6 +90,7 @@ void Arbiter::fail(Failure kind, int culprit, const std::string& text) {
 
 Error Arbiter::errorOfGone(const std::vector<int>& ranks, const std::string& doing) {
   const Finding found = gone(*peers_, ranks, doing);
+  check();  // a rank that fails, and leaves for that, tells of the failure first
   const bool ends_group = on_loss_ == AfterLoss::kFails;
   if (ends_group && found.kind == Failure::kPeerLost) fail(found);
   return Error(Failure::kPeerLost, found.text, factsOf(found.culprit(), rank_, ends_group));

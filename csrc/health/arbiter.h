@@ -110,7 +110,7 @@ class Arbiter final : public WaitGuard {
   }
   // For a message to or from `ranks`, all of which are gone: fails the group if one of them is
   // lost.  If they have left, or the group survives losses, returns the error of this message
-  // alone.
+  // alone.  Throws the group's failure if there is one: ranks may have left because of it.
   Error errorOfGone(const std::vector<int>& ranks, const std::string& doing);
   // Fails the group without throwing, from any thread.
   void abort(const std::string& why);

@@ -504,8 +504,6 @@ void Messenger::checkPeers() {
     for (const Engine::Handle& handle : engine_.pending())
       if (isHopeless(*handle, peers)) hopeless.push_back(handle);
   }
-  // A rank that left after a failure has told of the failure first.
-  if (!hopeless.empty()) arbiter_.check();
   for (const Engine::Handle& handle : hopeless) {
     const int peer = peerOf(*handle);
     const std::vector<int> awaited =

@@ -406,8 +406,11 @@ def test_restore_takes_back_what_was_not_saved(monkeypatch: pytest.MonkeyPatch) 
     assert state.model is other and other.weight.item() == kept
 
 
-def test_a_group_that_could_not_be_made_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_that_could_not_be_made_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     alone(monkeypatch)
+    monkeypatch.setenv("RANK", "5")
     monkeypatch.setattr(_rendezvous, "is_elastic", lambda: True)
     monkeypatch.setattr(_rendezvous, "here", Mock)
     monkeypatch.setattr(elastic, "tell_supervisor", Mock())
@@ -424,6 +427,10 @@ def test_a_group_that_could_not_be_made_is_tried_again(monkeypatch: pytest.Monke
     monkeypatch.setattr(elastic, "rank", no_rank)
     assert elastic.run(train)(state) == "trained"
     assert restart.call_count == 2 and train.call_count == 2
+    assert caplog.messages == [
+        f"the process that was started as rank 5 goes back to the last commit: rank {lost} is lost"
+        for lost in (2, 1)
+    ]
 
 
 # ---- hvd.run

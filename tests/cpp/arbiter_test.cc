@@ -241,6 +241,19 @@ TEST(a_rank_is_gone_once_all_its_messages_have_arrived) {
   CHECK(!arbiter.failed());
 }
 
+TEST(a_rank_that_failed_and_left_has_failed) {
+  for (const bool fails : {false, true}) {
+    One one(0, 2);
+    if (fails)
+      one.mirrors->onRemoteFailure(
+          {.kind = Failure::kTimeout, .culprit = 0, .reporter = 1, .text = "late"});
+    one.mirrors->onDeparture(1, Declared::kGone);
+    const auto of_message = [&] { throw one.arbiter->errorOfGone({1}, "receive a message"); };
+    CHECK(ranks::failureOf(of_message, fails ? "late" : "has left group 'test'") ==
+          (fails ? Failure::kTimeout : Failure::kPeerLost));
+  }
+}
+
 TEST(a_connection_that_ended_unexplained_ends_the_group) {
   One one(0, 2);
   one.mirrors->onDisconnect(1, "nobody knows why", false);

@@ -18,7 +18,7 @@ from ringreduce.tools.bench.collectives import COLLECTIVES
 from ringreduce.tools.bench.results import Report, Suite
 from ringreduce.tools.bench.summary import summary
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(REPOSITORY / "benchmarks"), str(REPOSITORY / "benchmarks" / "net")]

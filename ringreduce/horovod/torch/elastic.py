@@ -102,8 +102,10 @@ def run(
                 if repeats == _REPEATS:
                     _log.error("the same ranks have failed %d times without a commit", repeats + 1)
                     raise
-                # It has no rank if the group could not be made.
-                who = f"rank {rank()}" if _world.is_initialized() else "this process"
+                if _world.is_initialized():
+                    who = f"rank {rank()}"
+                else:  # the group could not be made
+                    who = f"the process that was started as rank {os.environ.get('RANK', '?')}"
                 _log.warning("%s goes back to the last commit: %s", who, error)
                 state.restore()
                 restarts = needs_sync = has_failed = True

@@ -47,13 +47,13 @@ class Machine:
         return self.pool.start(job, self.world(size, **options), *args, fresh=fresh)
 
 
-# Without MPS, ranks of one GPU differ from those of four in all that MPS lets them do.
-NIGHTLY = pytest.mark.nightly
-
-
+# With MPS, ranks that share a GPU take the push kernels, as ranks of four GPUs do.
 @pytest.fixture(
     scope="session",
-    params=[pytest.param(name, marks=NIGHTLY if "MPS" in name else ()) for name in MACHINES],
+    params=[
+        pytest.param(name, marks=pytest.mark.nightly) if "MPS" in name else name
+        for name in MACHINES
+    ],
 )
 def machine(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory

@@ -346,7 +346,7 @@ def ahead(me: Rank) -> None:
         assert x.cpu().tolist() == [1.0 + 10 * k] * 5000
 
 
-# Where all kernels run at once, each waits for its peers'.
+# Where the kernels of all ranks run at once, the root's kernel waits for those of its readers.
 @pytest.mark.parametrize("machine", ["one GPU"], indirect=True)
 def test_a_root_does_not_wait_for_its_readers(machine: Machine) -> None:
     call = machine.start(ahead, 2)
