@@ -24,8 +24,8 @@ inline constexpr size_t kStreamedBytes = 8 << 20;
 // cache from its first use to its last.
 inline constexpr size_t kTileBytes = 16 << 10;
 
-// copyBytes by non-temporal stores.  Other threads see the bytes in the order of other stores.
-// AArch64's memcpy does so by itself: its cores notice that whole lines are written.
+// copyBytes by non-temporal stores.  Other threads may see later stores before these bytes, until
+// streamFence.  AArch64's memcpy does so by itself: its cores notice that whole lines are written.
 inline void streamBytes(void* dst, const void* src, size_t bytes) {
 #if defined(__x86_64__)
   constexpr size_t kLineBytes = 64;
@@ -47,7 +47,6 @@ inline void streamBytes(void* dst, const void* src, size_t bytes) {
       _mm_stream_si128(line + 2, c);
       _mm_stream_si128(line + 3, d);
     }
-    _mm_sfence();
   }
   copyBytes(to, from, bytes);
 #else
@@ -55,7 +54,15 @@ inline void streamBytes(void* dst, const void* src, size_t bytes) {
 #endif
 }
 
-// The copy for the outputs of a message of so many bytes.
+// Follows streamBytes before other threads are told of the bytes.  Once for all tiles: a fence waits
+// until all stores have reached memory.
+inline void streamFence() {
+#if defined(__x86_64__)
+  _mm_sfence();
+#endif
+}
+
+// The copy for the outputs of a message of so many bytes; it may be streamBytes.
 using Copy = void (*)(void* dst, const void* src, size_t bytes);
 inline Copy copyFor(size_t message_bytes) {
   return message_bytes >= kStreamedBytes ? streamBytes : copyBytes;

@@ -23,6 +23,7 @@
 
 #include "base/dtype.h"
 #include "base/op_signature.h"
+#include "base/stream_copy.h"
 #include "collectives/shared_memory.h"
 #include "kernels/codec.h"
 
@@ -297,6 +298,7 @@ bool inPlace(OverMemory& c, Body body) {
     if (!data) return false;
     c.way.in_place = true;
     body(*data);
+    streamFence();
     barrier(c, Barrier{});
     auto never = [] { return false; };
     if (c.watch.failed()) c.watch.poll(c.previousRank(), Ready(never));
