@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
 from ringreduce.tools.bench.settings import OURS, Contender
+from ringreduce.tools.plan.lines import parse
 
 KIB, MIB = 1 << 10, 1 << 20
 GLOO = "gloo"
@@ -42,6 +44,17 @@ class Case:
         """The name of the interface that the ranks use, on each host."""
         return "lo" if self.hosts == 0 else "eth0" if self.line.get("veth") else "wan0"
 
+    def limit(self, size: int) -> float:
+        """Seconds below which no all-reduce of `size` bytes can be, by the line; 0: no line.
+
+        Each byte of another host travels one way, and a host's line carries 2 (H-1)/H of the size.
+        """
+        rate = float(self.line.get("rate_mbit", 0)) * 1e6 / 8  # type: ignore[arg-type]
+        if not rate:
+            return 0.0
+        delay = float(self.line.get("delay_ms", 0)) / 1e3  # type: ignore[arg-type]
+        return delay + 2 * (self.hosts - 1) / self.hosts * size / rate
+
     def contenders(self, backend: str, peers: tuple[str, ...]) -> list[Contender]:
         """Ours, through `backend`, then the peers; one that fails is left out, with the reason."""
         way = {"RINGREDUCE_CONGESTION": self.congestion} if self.congestion else {}
@@ -77,6 +90,28 @@ def wan(congestion: str, sizes: tuple[int, ...], **more: Any) -> Case:
         congestion=congestion,
         slow=True,
         **more,
+    )
+
+
+def on_line(text: str, hosts: int) -> Case:
+    """The case of a line in the planner's words ("500Mbit,50ms,0.1%,bbr"). Raises ValueError."""
+    line = parse(text)
+    words = {word.strip().lower() for word in text.split(",")}
+    return Case(
+        re.sub("[^0-9a-z.]+", "_", f"{hosts}_{text.lower()}"),
+        f"{hosts} hosts, {line}",
+        hosts=hosts,
+        sizes=(4 * KIB, 96 * KIB, 768 * KIB, 3 * MIB, 25 * MIB),
+        line={
+            "rate_mbit": line.rate * 8e-6,
+            "delay_ms": line.round_trip * 1e3 / 2,
+            "loss": line.loss,
+            "mtu": line.mtu,
+            "shared_line": hosts > 2,  # the rate is that of a host
+        },
+        congestion=line.congestion if words & {"bbr", "cubic"} else "",
+        slow=True,
+        warmup=3,
     )
 
 

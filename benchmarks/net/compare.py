@@ -2,6 +2,7 @@
 
     python benchmarks/net/compare.py                       # all paths, as root
     python benchmarks/net/compare.py --paths lan_2,wan_bbr --out benchmarks/results
+    python benchmarks/net/compare.py --line 100Mbit,20ms,0.1%,cubic --hosts 4    # a line of yours
     python benchmarks/net/compare.py --backend gloo --compare ""    # the benchmark itself
 
 Hosts are network namespaces of this machine and the lines between them are emulated
@@ -11,10 +12,11 @@ ranks of several hosts would not: a figure says what the line and the protocol a
 As in ringreduce.bench each contender has rank processes of its own, they take turns, and whoever
 is not timed sleeps; results are checked before and after.  busbw is 2(P-1)/P x bytes / time, in
 Mbit/s: what a ring carries over each line.  A hierarchical all-reduce carries less, so its busbw
-may be more than the line's rate.  With --out DIR each path is written to DIR/net_PATH.json: the
-schema of ringreduce.tools.bench.results with `path`, `line`, `congestion`, `busbw_mbit`, for
-codecs `link_bytes` (of one call, over all links) and the emulator's `statistics`.  The exit status
-is 1 if ours was wrong or could not take part.
+may be more than the line's rate.  "x limit" is the time over the least that any all-reduce can
+take: a packet's way and a ring's bytes, headers left out.  With --out DIR each path is written to
+DIR/net_PATH.json: the schema of ringreduce.tools.bench.results with `path`, `line`, `congestion`,
+`busbw_mbit`, for codecs `link_bytes` (of one call, over all links) and the emulator's `statistics`.
+The exit status is 1 if ours was wrong or could not take part.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ if __name__ == "__main__":
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).parents[2] / "tests")]
 
-from _cases import CASES, GLOO, Case  # noqa: E402
+from _cases import CASES, GLOO, Case, on_line  # noqa: E402
 from _coded import coded_lines, count_bytes  # noqa: E402
 from hosts import Hosts, HostsError, why_not  # noqa: E402
 
@@ -57,7 +59,7 @@ from ringreduce.tools.bench.summary import format_time  # noqa: E402
 
 COLUMNS = (
     ("size", 8), ("contender", 18), ("time", 9), ("p10-p90", 20), ("busbw", 9), ("x gloo", 7),
-    ("", 7),
+    ("x limit", 7), ("", 7),
 )  # fmt: skip
 
 
@@ -196,10 +198,12 @@ def lines_of(case: Case, row: Row, report: Report, at_link: dict[str, float]) ->
         ratio = ""
         if GLOO in row.measurements and key != GLOO:
             ratio = f"{row.measurements[GLOO].median / measurement.median:.2f}"
+        limit = case.limit(row.bytes)
+        over = f"{measurement.median / limit:.2f}" if limit else ""
         wrong = "" if measurement.wrong == 0 and measurement.same_bits else "WRONG"
         cells = (
             format_size(row.bytes), report.titles[key], format_time(measurement.median), spread,
-            f"{mbit(row, key):.0f}", ratio, wrong,
+            f"{mbit(row, key):.0f}", ratio, over, wrong,
         )  # fmt: skip
         lines.append(columns(cells))
     return lines + coded_lines(case.codecs, row, at_link)
@@ -231,6 +235,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     known = [case.key for case in CASES]
     parser.add_argument("--paths", default=",".join(known), help=f"some of {', '.join(known)}")
+    parser.add_argument(
+        "--line", action="append", default=[], help="measure this line in place of the paths: a "
+        "rate, a round trip, a loss, mtu=, bbr or cubic (docs/plan.md); may be repeated"
+    )  # fmt: skip
+    parser.add_argument("--hosts", type=int, default=2, help="of --line, with a rank each")
     parser.add_argument("--backend", default="ringreduce", help="what is measured as ours")
     parser.add_argument("--compare", default=GLOO, help="backends to compare with")
     parser.add_argument("--sizes", default="", help='"1K,25M", say (default: by path)')
@@ -246,6 +255,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(str(error))
     if unknown := set(options.paths) - set(known):
         parser.error(f"no such path: {', '.join(sorted(unknown))}")
+    if options.hosts < 2:
+        parser.error("a line needs two hosts or more")
+    options.cases = [case for case in CASES if case.key in options.paths]
+    if options.line:
+        try:
+            options.cases = [on_line(text, options.hosts) for text in options.line]
+        except ValueError as error:
+            parser.error(str(error))
     return options
 
 
@@ -263,9 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         flush=True,
     )
     status = 0
-    for case in CASES:
-        if case.key not in options.paths:
-            continue
+    for case in options.cases:
         if case.hosts and (reason := why_not()):
             print(f"\n# {case.title}: skipped: {reason}", flush=True)
             continue
