@@ -79,7 +79,7 @@ class SparseAverage:
             self._rows[backend.rank()] = row
             work = dist.all_reduce(self._rows, op=dist.ReduceOp.BOR, group=group, async_op=True)
         else:
-            work = dist.all_gather_into_tensor(self._rows, row, group=group, async_op=True)
+            work = dist.all_gather(list(self._rows), row, group=group, async_op=True)
         assert work is not None
         self._work = work
 
