@@ -1,4 +1,4 @@
-// The sparse codec, chunk by chunk: which elements are kept, their two magnitudes, and the bits.
+// The sparse codec, block by block: which elements are kept, their two magnitudes, and the bits.
 #include "kernels/sparse_codec.h"
 
 #include <algorithm>
@@ -17,15 +17,15 @@ namespace {
 constexpr size_t kScalesBytes = 4;               // two bfloat16
 constexpr uint16_t kGreatestMagnitude = 0x7f7f;  // the last finite bfloat16
 
-// How a chunk of n elements is laid out behind its scales, in bits.  Indices ascend, and are stored
+// How a block of n elements is laid out behind its scales, in bits.  Indices ascend, and are stored
 // as Elias and Fano did: their lower bits as they are; their upper bits as a row in which the i-th
 // one that is set is at its upper bits + i.  That takes little more than the number of choices
 // asks for, and its size does not depend on the choice.
-struct ChunkLayout {
+struct BlockLayout {
   size_t n, kept;
   unsigned lower;  // bits of an index
 
-  ChunkLayout(size_t elements, double share)
+  BlockLayout(size_t elements, double share)
       : n(elements),
         kept(std::clamp(static_cast<size_t>(share * static_cast<double>(n) + 0.5), size_t{1}, n)),
         lower(static_cast<unsigned>(std::bit_width(n / kept)) - 1) {}
@@ -38,11 +38,11 @@ struct ChunkLayout {
   size_t bytes() const { return kScalesBytes + ceilDiv(end(), 8); }
 };
 
-// Calls visit(first element, layout) for each chunk until one returns false; whether all did not.
+// Calls visit(first element, layout) for each block until one returns false; whether all did not.
 template <class Visit>
-bool forEachChunk(size_t n, double share, Visit visit) {
-  for (size_t first = 0; first < n; first += kSparseChunk)
-    if (!visit(first, ChunkLayout(std::min(kSparseChunk, n - first), share))) return false;
+bool forEachBlock(size_t n, double share, Visit visit) {
+  for (size_t first = 0; first < n; first += kSparseBlock)
+    if (!visit(first, BlockLayout(std::min(kSparseBlock, n - first), share))) return false;
   return true;
 }
 
@@ -65,7 +65,7 @@ void putScales(std::byte* out, uint16_t lesser, uint16_t greater) {
   putBits(out, 0, lesser | static_cast<uint32_t>(greater) << 16);
 }
 
-// --- A chunk -------------------------------------------------------------------------------------
+// --- A block -------------------------------------------------------------------------------------
 
 uint32_t magnitudeOf(float value) {
   return codec::as<uint32_t>(value) & codec::kMagnitude;
@@ -84,26 +84,26 @@ struct KeptPart {
 
 // The indices of the greatest magnitudes, in order; false if one is infinite or NaN.  Of equals the
 // first ones are kept.
-bool keepGreatest(uint16_t* kept, const float* in, const ChunkLayout& chunk) {
+bool keepGreatest(uint16_t* kept, const float* in, const BlockLayout& block) {
   constexpr int kBucketBits = 20;  // a bucket: magnitudes with the same upper bits
   constexpr size_t kFinite = codec::kInfinity >> kBucketBits;
   std::array<uint16_t, (codec::kMagnitude >> kBucketBits) + 1> counts{};
-  for (size_t i = 0; i < chunk.n; ++i) ++counts[magnitudeOf(in[i]) >> kBucketBits];
+  for (size_t i = 0; i < block.n; ++i) ++counts[magnitudeOf(in[i]) >> kBucketBits];
   if (std::any_of(counts.begin() + kFinite, counts.end(), [](uint16_t n) { return n > 0; }))
     return false;
   size_t bucket = kFinite, found = 0;
-  while (found < chunk.kept) found += counts[--bucket];
+  while (found < block.kept) found += counts[--bucket];
 
   // What may be kept, and of it the least that is.
-  std::array<uint32_t, kSparseChunk> ordered;
+  std::array<uint32_t, kSparseBlock> ordered;
   const uint32_t floor = static_cast<uint32_t>(bucket << kBucketBits);
-  std::array<uint16_t, kSparseChunk> candidates;
+  std::array<uint16_t, kSparseBlock> candidates;
   for (size_t i = 0, n = 0; n < found; ++i) {
     if (magnitudeOf(in[i]) < floor) continue;
     ordered[n] = magnitudeOf(in[i]);
     candidates[n++] = static_cast<uint16_t>(i);
   }
-  const auto last = ordered.begin() + static_cast<ptrdiff_t>(chunk.kept - 1);
+  const auto last = ordered.begin() + static_cast<ptrdiff_t>(block.kept - 1);
   std::nth_element(ordered.begin(), last, ordered.begin() + static_cast<ptrdiff_t>(found),
                    std::greater<>());
   const uint32_t least = *last;
@@ -117,12 +117,12 @@ bool keepGreatest(uint16_t* kept, const float* in, const ChunkLayout& chunk) {
   return true;
 }
 
-void encodeChunk(std::byte* out, float* error, const float* in, const ChunkLayout& chunk) {
-  std::memset(out, 0, chunk.bytes());
-  std::array<uint16_t, kSparseChunk> kept;
-  if (!keepGreatest(kept.data(), in, chunk)) {
+void encodeBlock(std::byte* out, float* error, const float* in, const BlockLayout& block) {
+  std::memset(out, 0, block.bytes());
+  std::array<uint16_t, kSparseBlock> kept;
+  if (!keepGreatest(kept.data(), in, block)) {
     putScales(out, codec::kNanScale, codec::kNanScale);
-    if (error) std::fill_n(error, chunk.n, 0.f);
+    if (error) std::fill_n(error, block.n, 0.f);
     return;
   }
   const auto size = [&](size_t k) {
@@ -132,13 +132,13 @@ void encodeChunk(std::byte* out, float* error, const float* in, const ChunkLayou
   // Zeros among them must stay zeros, so they are then the lesser part.
   double sum = 0;
   bool zeros = false;
-  for (size_t k = 0; k < chunk.kept; ++k) {
+  for (size_t k = 0; k < block.kept; ++k) {
     sum += size(k);
     zeros |= magnitudeOf(in[kept[k]]) == 0;
   }
-  const double limit = zeros ? 0 : sum / static_cast<double>(chunk.kept);
+  const double limit = zeros ? 0 : sum / static_cast<double>(block.kept);
   std::array<KeptPart, 2> parts;
-  for (size_t k = 0; k < chunk.kept; ++k) {
+  for (size_t k = 0; k < block.kept; ++k) {
     KeptPart& part = parts[size(k) > limit];
     part.sum += size(k);
     ++part.count;
@@ -147,24 +147,24 @@ void encodeChunk(std::byte* out, float* error, const float* in, const ChunkLayou
   putScales(out, lesser, greater);
 
   std::byte* const bits = out + kScalesBytes;
-  if (error && error != in) std::copy_n(in, chunk.n, error);
-  for (size_t k = 0; k < chunk.kept; ++k) {
+  if (error && error != in) std::copy_n(in, block.n, error);
+  for (size_t k = 0; k < block.kept; ++k) {
     const uint32_t i = kept[k], above = size(k) > limit;
     const uint32_t sign = codec::as<uint32_t>(in[i]) >> 31;
-    const uint32_t below = i & ((1u << chunk.lower) - 1);
-    putBits(bits, chunk.fieldBegin(k), below | (above | sign << 1) << chunk.lower);
-    putBits(bits, chunk.rowBegin() + (i >> chunk.lower) + k, 1);
+    const uint32_t below = i & ((1u << block.lower) - 1);
+    putBits(bits, block.fieldBegin(k), below | (above | sign << 1) << block.lower);
+    putBits(bits, block.rowBegin() + (i >> block.lower) + k, 1);
     const float magnitude = codec::scaleOf(above ? greater : lesser);
     if (error) error[i] = in[i] - (sign ? -magnitude : magnitude);
   }
 }
 
-bool decodeAddChunk(float* sum, const std::byte* in, const ChunkLayout& chunk) {
+bool decodeAddBlock(float* sum, const std::byte* in, const BlockLayout& block) {
   const uint16_t lesser = static_cast<uint16_t>(getBits(in, 0, 16));
   const uint16_t greater = static_cast<uint16_t>(getBits(in, 16, 16));
   if (lesser == codec::kNanScale && greater == codec::kNanScale) {
-    std::fill_n(sum, chunk.n, codec::scaleOf(codec::kNanScale));
-    return std::all_of(in + kScalesBytes, in + chunk.bytes(),
+    std::fill_n(sum, block.n, codec::scaleOf(codec::kNanScale));
+    return std::all_of(in + kScalesBytes, in + block.bytes(),
                        [](std::byte byte) { return byte == std::byte{0}; });
   }
   for (const uint16_t scale : {lesser, greater})
@@ -173,44 +173,44 @@ bool decodeAddChunk(float* sum, const std::byte* in, const ChunkLayout& chunk) {
 
   const std::byte* const bits = in + kScalesBytes;
   size_t k = 0, next = 0;  // the least index that may follow
-  for (size_t at = 0; at < chunk.rowSize(); ++at) {
-    if (!bitAt(bits, chunk.rowBegin() + at)) continue;
-    if (k == chunk.kept) return false;
-    const uint32_t field = getBits(bits, chunk.fieldBegin(k), chunk.lower + 2);
-    const size_t i = (at - k) << chunk.lower | (field & ((1u << chunk.lower) - 1));
-    if (i < next || i >= chunk.n) return false;
-    const float magnitude = codec::scaleOf(field >> chunk.lower & 1 ? greater : lesser);
-    sum[i] += field >> chunk.lower & 2 ? -magnitude : magnitude;
+  for (size_t at = 0; at < block.rowSize(); ++at) {
+    if (!bitAt(bits, block.rowBegin() + at)) continue;
+    if (k == block.kept) return false;
+    const uint32_t field = getBits(bits, block.fieldBegin(k), block.lower + 2);
+    const size_t i = (at - k) << block.lower | (field & ((1u << block.lower) - 1));
+    if (i < next || i >= block.n) return false;
+    const float magnitude = codec::scaleOf(field >> block.lower & 1 ? greater : lesser);
+    sum[i] += field >> block.lower & 2 ? -magnitude : magnitude;
     next = i + 1;
     ++k;
   }
-  for (size_t at = chunk.end(); at % 8 != 0; ++at)
+  for (size_t at = block.end(); at % 8 != 0; ++at)
     if (bitAt(bits, at)) return false;
-  return k == chunk.kept;
+  return k == block.kept;
 }
 
 }  // namespace
 
 size_t sparseBytes(size_t count, double share) {
-  const size_t whole = count / kSparseChunk, rest = count % kSparseChunk;
-  return whole * ChunkLayout(kSparseChunk, share).bytes() +
-         (rest > 0 ? ChunkLayout(rest, share).bytes() : 0);
+  const size_t whole = count / kSparseBlock, rest = count % kSparseBlock;
+  return whole * BlockLayout(kSparseBlock, share).bytes() +
+         (rest > 0 ? BlockLayout(rest, share).bytes() : 0);
 }
 
 void sparseEncode(std::byte* out, float* error, const float* in, size_t n, double share) {
-  forEachChunk(n, share, [&](size_t first, const ChunkLayout& chunk) {
-    encodeChunk(out, error ? error + first : nullptr, in + first, chunk);
-    out += chunk.bytes();
+  forEachBlock(n, share, [&](size_t first, const BlockLayout& block) {
+    encodeBlock(out, error ? error + first : nullptr, in + first, block);
+    out += block.bytes();
     return true;
   });
 }
 
 bool sparseDecodeAdd(float* sum, const std::byte* in, size_t bytes, size_t n, double share) {
   if (bytes != sparseBytes(n, share)) return false;
-  return forEachChunk(n, share, [&](size_t first, const ChunkLayout& chunk) {
+  return forEachBlock(n, share, [&](size_t first, const BlockLayout& block) {
     const std::byte* const coded = in;
-    in += chunk.bytes();
-    return decodeAddChunk(sum + first, coded, chunk);
+    in += block.bytes();
+    return decodeAddBlock(sum + first, coded, block);
   });
 }
 

@@ -32,7 +32,7 @@ CODECS = (None, "bfloat16", "float16", "int8", "int4", SPARSE)
 
 class Net(torch.nn.Module):
     """Of four dtypes, with a parameter that does not train, one that is tied, and a buffer.  A
-    message of it has two chunks of the sparse codec."""
+    message of it has two blocks of the sparse codec."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -43,7 +43,7 @@ class Bits {
   std::vector<bool> bits_;
 };
 
-// A chunk with these elements, which ascend: for each whether it has the greater magnitude, and
+// A block with these elements, which ascend: for each whether it has the greater magnitude, and
 // whether it is negative.
 struct Element {
   size_t index;
@@ -71,44 +71,44 @@ uint16_t halfOf(double mean) {
   return static_cast<uint16_t>(std::clamp<uint32_t>(rounded, 0x0080, 0x7f7f));
 }
 
-Indices keptIn(const Floats& chunk, double share) {
-  Indices order(chunk.size());
+Indices keptIn(const Floats& block, double share) {
+  Indices order(block.size());
   std::iota(order.begin(), order.end(), size_t{0});
   std::stable_sort(order.begin(), order.end(),
-                   [&](size_t a, size_t b) { return std::fabs(chunk[a]) > std::fabs(chunk[b]); });
-  order.resize(keptOf(chunk.size(), share));
+                   [&](size_t a, size_t b) { return std::fabs(block[a]) > std::fabs(block[b]); });
+  order.resize(keptOf(block.size(), share));
   std::sort(order.begin(), order.end());
   return order;
 }
 
-Bytes encodedChunk(const Floats& chunk, double share) {
-  if (!std::all_of(chunk.begin(), chunk.end(), [](float x) { return std::isfinite(x); })) {
-    Bytes nan(sparseBytes(chunk.size(), share));
+Bytes encodedBlock(const Floats& block, double share) {
+  if (!std::all_of(block.begin(), block.end(), [](float x) { return std::isfinite(x); })) {
+    Bytes nan(sparseBytes(block.size(), share));
     put16(&nan[0], 0x7fc0), put16(&nan[2], 0x7fc0);
     return nan;
   }
-  const Indices kept = keptIn(chunk, share);
+  const Indices kept = keptIn(block, share);
   double sum = 0, sums[2] = {}, counts[2] = {};
   bool zeros = false;
-  for (const size_t i : kept) sum += std::fabs(chunk[i]), zeros |= chunk[i] == 0;
+  for (const size_t i : kept) sum += std::fabs(block[i]), zeros |= block[i] == 0;
   std::vector<Element> elements;
   for (const size_t i : kept) {
-    const double magnitude = std::fabs(chunk[i]);
+    const double magnitude = std::fabs(block[i]);
     const bool greater = magnitude > (zeros ? 0 : sum / static_cast<double>(kept.size()));
-    elements.push_back({i, greater, std::signbit(chunk[i])});
+    elements.push_back({i, greater, std::signbit(block[i])});
     sums[greater] += magnitude, counts[greater] += 1;
   }
   const uint16_t lesser = halfOf(counts[0] > 0 ? sums[0] / counts[0] : 0);
   const uint16_t greater = halfOf(counts[1] > 0 ? sums[1] / counts[1] : 0);
-  return laidOut(chunk.size(), lesser, std::max(lesser, greater), elements);
+  return laidOut(block.size(), lesser, std::max(lesser, greater), elements);
 }
 
 Bytes encoded(const Floats& in, double share) {
   Bytes all;
-  for (size_t first = 0; first < in.size(); first += kSparseChunk) {
+  for (size_t first = 0; first < in.size(); first += kSparseBlock) {
     const auto begin = in.begin() + static_cast<long>(first);
-    const Bytes one = encodedChunk(
-        Floats(begin, begin + static_cast<long>(std::min(kSparseChunk, in.size() - first))), share);
+    const Bytes one = encodedBlock(
+        Floats(begin, begin + static_cast<long>(std::min(kSparseBlock, in.size() - first))), share);
     all.insert(all.end(), one.begin(), one.end());
   }
   return all;
@@ -138,8 +138,8 @@ TEST(the_bytes_are_the_oracles_and_what_is_lost_is_told) {
         sparseEncode(coded.data(), error.data(), in.data(), n, share);
         CHECK_OR(coded == want, what);
         CHECK_OR(decodeAdd(out, coded, share) && decodeAdd(sum, coded, share), what);
-        for (size_t first = 0; first < n; first += kSparseChunk) {
-          const size_t end = std::min(n, first + kSparseChunk);
+        for (size_t first = 0; first < n; first += kSparseBlock) {
+          const size_t end = std::min(n, first + kSparseBlock);
           size_t changed = 0;
           for (size_t i = first; i < end; ++i) {
             const float left = std::isfinite(out[i]) ? in[i] - out[i] : 0;
@@ -163,16 +163,16 @@ TEST(the_bytes_are_the_oracles_and_what_is_lost_is_told) {
   }
 }
 
-TEST(a_chunk_that_is_not_finite_becomes_nan_alone) {
+TEST(a_block_that_is_not_finite_becomes_nan_alone) {
   for (const float strange : {kInf, -kInf, kNan, -kNan}) {
-    Floats in = someValues(3 * kSparseChunk, 5, false), out(in.size()), error(in.size(), 7.f);
-    in[kSparseChunk + 17] = strange;
+    Floats in = someValues(3 * kSparseBlock, 5, false), out(in.size()), error(in.size(), 7.f);
+    in[kSparseBlock + 17] = strange;
     Bytes coded(sparseBytes(in.size(), 0.02));
     sparseEncode(coded.data(), error.data(), in.data(), in.size(), 0.02);
     CHECK(decodeAdd(out, coded, 0.02));
     for (size_t i = 0; i < in.size(); ++i) {
-      CHECK_EQ(std::isnan(out[i]), i / kSparseChunk == 1);
-      CHECK(std::isfinite(error[i]) && (i / kSparseChunk != 1 || error[i] == 0));
+      CHECK_EQ(std::isnan(out[i]), i / kSparseBlock == 1);
+      CHECK(std::isfinite(error[i]) && (i / kSparseBlock != 1 || error[i] == 0));
     }
   }
 }
@@ -236,7 +236,7 @@ TEST(magnitudes_that_no_encoder_makes_are_refused) {
   CHECK(!decodeAdd(sum, laidOut(16, 0x3f80, 0x7fc0, elements), share));
 }
 
-// All bits of a small chunk: what is taken is what the layout can say, each in one way.
+// All bits of a small block: what is taken is what the layout can say, each in one way.
 TEST(places_that_no_encoder_makes_are_refused) {
   const size_t n = 11;
   const double share = 2.0 / 11;  // 2 lower bits, a row of 2 + 10 / 4 bits, 4 bits of filling

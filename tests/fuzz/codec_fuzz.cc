@@ -27,7 +27,7 @@ using namespace ringreduce;
 namespace {
 
 constexpr size_t kPlace = 4096;
-constexpr size_t kSparseStep = 33;  // so that some messages have several chunks
+constexpr size_t kSparseStep = 33;  // so that some messages have several blocks
 constexpr float kUntouched = 1234.5f;
 
 // The last bytes before a page that cannot be touched.
@@ -94,7 +94,7 @@ bool fits(Codec codec, const std::vector<float>& in, size_t i) {
 bool couldBeSparse(const std::byte* in, size_t bytes, size_t n, double share) {
   const std::byte* const end = in + bytes;
   for (size_t left = n; left > 0;) {
-    const size_t chunk = std::min(left, kSparseChunk);
+    const size_t chunk = std::min(left, kSparseBlock);
     const size_t kept =
         std::max<size_t>(1, static_cast<size_t>(share * static_cast<double>(chunk) + 0.5));
     size_t lower = 0;
@@ -227,7 +227,7 @@ class Play {
       if (sum[i] != kUntouched) wrong_ = "wrote beside its place";
     for (size_t i = 0; i < n && took_; ++i)
       if (!std::isfinite(sum[i]) &&
-          !(std::isnan(sum[i]) && std::isnan(sum[i / kSparseChunk * kSparseChunk])))
+          !(std::isnan(sum[i]) && std::isnan(sum[i / kSparseBlock * kSparseBlock])))
         wrong_ = "made of codes what is not finite";
   }
 
