@@ -8,6 +8,7 @@ use sockets, whose bytes are counted.
 """
 
 import argparse
+import functools
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -43,9 +44,13 @@ def train(args: argparse.Namespace, way: str, texts: tuple[torch.Tensor, torch.T
     generator = torch.Generator().manual_seed(args.seed + 1 + dist.get_rank())
     diloco = nullcontext()
     if way != "DDP":
+        settings: dict[str, Any] = {}
+        if args.codec.startswith("topk"):  # SparseLoCo: averages are taken as they are
+            settings["outer_optimizer"] = functools.partial(torch.optim.SGD, lr=1.0)
+            settings["error_feedback"] = 0.95
         diloco = ringreduce.DiLoCo(
             model, optimizer, sync_every=args.sync_every, codec=args.codec,
-            fragments=args.fragments, overlap=args.overlap,
+            fragments=args.fragments, overlap=args.overlap, **settings,
         )  # fmt: skip
     before = bytes_sent()
     start = time.perf_counter()
@@ -72,7 +77,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--sync-every", type=int, default=30)
-    parser.add_argument("--codec", default="int4")
+    parser.add_argument("--codec", default="int4", help='int8, ..., or "topk:0.02+int2" (int4)')
     parser.add_argument("--fragments", type=int, default=1)
     parser.add_argument("--overlap", type=int, default=0)
     parser.add_argument("--layers", type=int, default=4)

@@ -9,7 +9,8 @@ The method is DiLoCo (Douillard et al. 2023), and with `fragments` and `overlap`
 
     pseudo-gradient   the global parameters minus those that the inner steps have made of them
     average           of all ranks', coded, with error feedback; ranks of one host are added up in
-                      its memory first, and one sum of each host crosses the line
+                      its memory first, and one sum of each host crosses the line, or the greatest
+                      elements of each rank do (sparse.py)
     outer step        the outer optimizer, on the global copy; every rank does the same arithmetic
     parameters        are set to the global copy
 
@@ -41,6 +42,7 @@ from ringreduce.core.backend import (
     ringreduce_group,
 )
 from ringreduce.errors import Mismatch
+from ringreduce.sparse import SparseAverage, share_of
 
 __all__ = ["DiLoCo"]
 
@@ -255,7 +257,7 @@ class _Flight:
     sums: list[torch.Tensor]  # of each message; the averages once they have arrived
     errors: list[torch.Tensor | None] = field(default_factory=list)
     weight: torch.Tensor | None = None  # likewise an average
-    works: list[dist.Work] = field(default_factory=list)
+    works: list[dist.Work | SparseAverage] = field(default_factory=list)
     group: dist.ProcessGroup | None = None
 
 
@@ -286,8 +288,10 @@ class DiLoCo:
             a list of parameters (a class of torch.optim, a function); or an optimizer of the
             model's parameters that has not stepped, which then gets the global copies instead.
         codec: how pseudo-gradients travel: "int4", "int8", "bfloat16", "float16", or None for
-            exactly.
-        error_feedback: what coding loses of a pseudo-gradient is added to the next one.
+            exactly.  "topk:0.02+int2": only the greatest 2 % of the elements do, with 2 bits each
+            beside their places, from each rank to all (SparseLoCo).
+        error_feedback: what coding loses of a pseudo-gradient is added to the next one; a number
+            above 0 and up to 1: that much of it.
         fragments: the parameters are cut in so many, each with rounds of its own; these are spread
             over `sync_every` steps.
         overlap: a round's average is applied this many inner steps after it began, and travels
@@ -316,7 +320,7 @@ class DiLoCo:
         sync_every: int = 30,
         outer_optimizer: torch.optim.Optimizer | MakeOptimizer | None = None,
         codec: str | None = "int4",
-        error_feedback: bool = True,
+        error_feedback: bool | float = True,
         fragments: int = 1,
         overlap: int = 0,
         fragment_update_alpha: float = 0.0,
@@ -341,16 +345,28 @@ class DiLoCo:
         self._alpha = number(fragment_update_alpha, "fragment_update_alpha")
         if not 0 <= self._alpha <= 1:
             raise ValueError(f"fragment_update_alpha must be from 0 to 1, not {self._alpha}")
+        self._share: float | None = None  # of the elements, of a sparse codec
         if codec is not None:
             if not isinstance(codec, str):
                 raise TypeError(f"codec is a name or None, not {codec!r}")
-            extension().coded_bytes(codec, 1)  # ValueError for one that is not known
+            self._share = share_of(codec)
+            if self._share is None:
+                extension().coded_bytes(codec, 1)  # ValueError for one that is not known
+            else:
+                codec = f"topk:{self._share}+int2"  # as the others would write it
             if codec == "float16" and self._seconds is not None:
                 raise ValueError(
                     'codec="float16" cannot be had with sync_seconds: weights by tokens may go '
                     'beyond its range; take "bfloat16"'
                 )
-        self._codec, self._feedback = codec, bool(error_feedback)
+        self._codec, self._feedback = codec, float(error_feedback is True)
+        if not isinstance(error_feedback, bool):
+            self._feedback = number(error_feedback, "error_feedback")
+            if not 0 < self._feedback <= 1:
+                raise ValueError(
+                    "error_feedback is True, False or a number above 0 and up to 1, not "
+                    f"{error_feedback}"
+                )
         if isinstance(groups, str) and groups != "host":
             raise ValueError(f'groups is "host" or a process group, not {groups!r}')
         if not isinstance(groups, (str, dist.ProcessGroup)):
@@ -683,20 +699,27 @@ class DiLoCo:
                     moved *= weight
                 error = None
                 if self._codec is None or moved.dtype != torch.float32:
-                    work = start_average(moved, group)
+                    flight.works.append(start_average(moved, group))
                 else:
-                    if message.residual is not None:
-                        moved += message.residual
                     error = torch.empty_like(moved) if self._feedback else None
-                    work = extension().compressed_all_reduce(
-                        backend_of(group), moved, moved, codec=self._codec, op="avg", error=error
-                    )
+                    if message.residual is not None:
+                        moved += torch.mul(message.residual, self._feedback, out=error)
+                    flight.works.append(self._start_coded(moved, error, group))
                 flight.sums.append(moved)
                 flight.errors.append(error)
-                flight.works.append(work)
         self._flights.append(flight)
         self._marks[fragment] = self._step, self._tokens
         self._rounds += 1
+
+    def _start_coded(
+        self, moved: torch.Tensor, error: torch.Tensor | None, group: dist.ProcessGroup
+    ) -> dist.Work | SparseAverage:
+        if self._share is not None:
+            return SparseAverage(moved, error, self._share, group)
+        work: dist.Work = extension().compressed_all_reduce(
+            backend_of(group), moved, moved, codec=self._codec, op="avg", error=error
+        )
+        return work
 
     @contextlib.contextmanager
     def _dropping_rounds(self, group: dist.ProcessGroup) -> Iterator[None]:

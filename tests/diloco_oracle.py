@@ -2,11 +2,14 @@
 
 A message is the fragment's parameters of one wide dtype, each from a multiple of 32 elements on.
 Coded, chunk c belongs to rank c (the cut of oracle.py): the addends of ranks c+1, c+2, ... are
-coded, the owner adds its own last and uncoded, divides, and the average is coded once more.
+coded, the owner adds its own last and uncoded, divides, and the average is coded once more.  A
+sparse codec ("topk:0.02+int2") codes each rank's message once, and all are added up by rank.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Sequence
 
 import oracle
@@ -33,12 +36,38 @@ def coded(codec: str, x: Tensor) -> Tensor:
     return (whole * scale[:, None]).view(-1)
 
 
+def sparse(share: float, x: Tensor) -> Tensor:
+    """What a float32 message is with the greatest elements of each 4,096 alone, the first of equal
+    ones, which have the mean magnitude of those above the mean, or of the others.  If there are
+    zeros among them, these are the others."""
+    result = torch.zeros_like(x)
+    for values, place in zip(x.split(4096), result.split(4096), strict=True):
+        order = values.abs().sort(descending=True, stable=True).indices
+        kept = order[: max(1, int(share * len(values) + 0.5))].sort().values
+        sizes = values[kept].abs().double()
+
+        def mean(some: Tensor) -> float:  # in order: the sum may round
+            return functools.reduce(operator.add, some.tolist(), 0.0) / max(1, len(some))
+
+        above = sizes > (mean(sizes) if sizes.min() > 0 else 0.0)
+        for part in (above, ~above):
+            scale = torch.tensor(mean(sizes[part]), dtype=torch.float64).float().bfloat16().float()
+            scale = torch.where(scale > 0, scale.clamp_min(2.0**-126), 0)
+            place[kept[part]] = torch.copysign(scale, values[kept[part]])
+    return result
+
+
 def average(codec: str | None, inputs: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
     """The average, and what each rank's coding has lost."""
     errors = [torch.zeros_like(x) for x in inputs]
     if codec is None or inputs[0].dtype != torch.float32:
         return oracle.exact(inputs, "AVG"), errors
     result, ranks = torch.zeros_like(inputs[0]), len(inputs)
+    if codec.startswith("topk:"):
+        share = float(codec.removeprefix("topk:").removesuffix("+int2"))
+        each = [sparse(share, x) for x in inputs]
+        errors = [x - sent for x, sent in zip(inputs, each, strict=True)]
+        return functools.reduce(operator.add, each, result) / ranks, errors
     size = oracle.chunk_elements(len(result), ranks)
     for owner in range(ranks):
         chunk = slice(owner * size, (owner + 1) * size)
@@ -64,7 +93,7 @@ def train(
     overlap: int = 0,
     alpha: float = 0.0,
     codec: str | None = None,
-    feedback: bool = True,
+    feedback: float = 1.0,
     outer: Callable[[list[Tensor]], torch.optim.Optimizer] | None = None,
     weights: Callable[[int, int], int] | None = None,  # of a rank, at the step of a round
 ) -> list[list[str]]:
@@ -86,7 +115,7 @@ def train(
                     moved = wide[n].to(own[n].dtype).to(dtype) - own[n].detach().to(dtype)
                     message += [moved.reshape(-1), torch.zeros(-moved.numel() % 32, dtype=dtype)]
                 flat = torch.cat(message) * w[rank]
-                sent.append(flat + lost.get((rank, some[0]), 0))
+                sent.append(flat + lost.get((rank, some[0]), torch.zeros(())) * feedback)
             found, errors = average(codec, sent)
             if weights:
                 found = found / (sum(w) / len(w))

@@ -22,6 +22,7 @@
 #include "epoch/wires.h"
 #include "kernels/codec.h"
 #include "kernels/reduce.h"
+#include "kernels/sparse_codec.h"
 #include "torch/arguments.h"
 #include "torch/backend.h"
 #include "torch/comm_hook.h"
@@ -459,6 +460,45 @@ c10::intrusive_ptr<c10d::Work> startCompressed(const BackendPtr& backend, const 
       .compressedAllReduce(input, output, error, coding, how, who, async);
 }
 
+// ---- the sparse codec (kernels/sparse_codec.h), of tensors in the host's memory
+
+double shareOf(double share) {
+  if (!(share > 0 && share <= 1))
+    throw py::value_error("a share is above 0, and 1 at most, and not " + std::to_string(share));
+  return share;
+}
+template <class T>
+T* elementsOf(const at::Tensor& tensor, at::ScalarType type) {
+  if (!tensor.device().is_cpu() || tensor.scalar_type() != type || !tensor.is_contiguous())
+    throw py::value_error(std::string("the sparse codec takes contiguous CPU tensors, here of ") +
+                          c10::toString(type));
+  return static_cast<T*>(tensor.data_ptr());
+}
+
+void encodeSparse(const at::Tensor& output, const at::Tensor& input, double share,
+                  const std::optional<at::Tensor>& error) {
+  std::byte* const out = elementsOf<std::byte>(output, at::kByte);
+  const float* const in = elementsOf<float>(input, at::kFloat);
+  float* const lost = error ? elementsOf<float>(*error, at::kFloat) : nullptr;
+  const size_t count = static_cast<size_t>(input.numel());
+  if (static_cast<size_t>(output.numel()) != sparseBytes(count, shareOf(share)) ||
+      (error && error->numel() != input.numel()))
+    throw py::value_error(
+        "the output has as many bytes as sparse_bytes says, and the error as "
+        "many elements as the input");
+  const py::gil_scoped_release no_gil;
+  sparseEncode(out, lost, in, count, share);
+}
+
+bool decodeAddSparse(const at::Tensor& sum, const at::Tensor& input, double share) {
+  float* const to = elementsOf<float>(sum, at::kFloat);
+  const std::byte* const in = elementsOf<std::byte>(input, at::kByte);
+  shareOf(share);
+  const py::gil_scoped_release no_gil;
+  return sparseDecodeAdd(to, in, static_cast<size_t>(input.numel()),
+                         static_cast<size_t>(sum.numel()), share);
+}
+
 std::shared_ptr<HookState> makeState(const std::vector<at::Tensor>& parameters,
                                      const std::vector<bool>& exact,
                                      const std::vector<uint64_t>& names, const std::string& codec,
@@ -497,6 +537,12 @@ void bindCompression(py::module_& m) {
   m.def("compressed_all_reduce", &startCompressed, "backend"_a, "input"_a, "output"_a,
         py::kw_only(), "codec"_a, "op"_a = "sum", "schedule"_a = "auto", "stochastic"_a = false,
         "seed"_a = 0, "error"_a = py::none(), "async_op"_a = true);
+  m.def(
+      "sparse_bytes",
+      [](size_t elements, double share) { return sparseBytes(elements, shareOf(share)); },
+      "elements"_a, "share"_a);
+  m.def("sparse_encode", &encodeSparse, "output"_a, "input"_a, "share"_a, "error"_a);
+  m.def("sparse_decode_add", &decodeAddSparse, "sum"_a, "input"_a, "share"_a);
 
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
   py::class_<HookState, std::shared_ptr<HookState>>(m, "HookState")

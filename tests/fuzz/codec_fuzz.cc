@@ -1,5 +1,5 @@
-// What decodes the bytes of other ranks (kernels/codec.h), given any bytes: the coded message ends
-// where the next page cannot be touched.
+// What decodes the bytes of other ranks (kernels/codec.h, kernels/sparse_codec.h), given any bytes:
+// the coded message ends where the next page cannot be touched.
 //
 // Whatever comes: all instruction sets say the same of it, they take what an encoder could have
 // made and nothing else, write n elements and no more, and what they took is finite or NaN by whole
@@ -13,18 +13,21 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <vector>
 
 #include "fuzz.h"
 #include "input.h"
 #include "kernels/codec.h"
 #include "kernels/reduce.h"
+#include "kernels/sparse_codec.h"
 
 using namespace ringreduce;
 
 namespace {
 
 constexpr size_t kPlace = 4096;
+constexpr size_t kSparseStep = 33;  // so that some messages have several blocks
 constexpr float kUntouched = 1234.5f;
 
 // The last bytes before a page that cannot be touched.
@@ -87,6 +90,48 @@ bool fits(Codec codec, const std::vector<float>& in, size_t i) {
                      [](float value) { return std::isfinite(value); });
 }
 
+// By the letter of docs/diloco.md.
+bool couldBeSparse(const std::byte* in, size_t bytes, size_t n, double share) {
+  const std::byte* const end = in + bytes;
+  for (size_t left = n; left > 0;) {
+    const size_t chunk = std::min(left, kSparseBlock);
+    const size_t kept =
+        std::max<size_t>(1, static_cast<size_t>(share * static_cast<double>(chunk) + 0.5));
+    size_t lower = 0;
+    while (kept << (lower + 1) <= chunk) ++lower;
+    const size_t row = kept * (lower + 2), filling = row + kept + ((chunk - 1) >> lower);
+    const size_t size = 4 + (filling + 7) / 8;
+    if (static_cast<size_t>(end - in) < size) return false;
+    const uint32_t lesser = word(in), greater = word(in + 2);
+    const auto bit = [&](size_t at) { return static_cast<uint32_t>(in[4 + at / 8]) >> at % 8 & 1; };
+    std::vector<size_t> places;
+    size_t set = 0;
+    for (size_t at = 0; at < 8 * (size - 4); ++at) {
+      set += bit(at);
+      if (at >= filling && bit(at)) return false;
+      if (at < row || at >= filling || !bit(at)) continue;
+      size_t place = (at - row - places.size()) << lower;
+      for (size_t k = 0; k < lower && places.size() < kept; ++k)
+        place |= static_cast<size_t>(bit(places.size() * (lower + 2) + k)) << k;
+      places.push_back(place);
+    }
+    const auto isMagnitude = [](uint32_t one) {
+      return one == 0 || (one >= 0x0080 && one <= 0x7f7f);
+    };
+    if (lesser == 0x7fc0 && greater == 0x7fc0) {
+      if (set > 0) return false;
+    } else if (!isMagnitude(lesser) || !isMagnitude(greater) || lesser > greater ||
+               places.size() != kept || places.back() >= chunk ||
+               std::adjacent_find(places.begin(), places.end(), std::greater_equal<>()) !=
+                   places.end()) {
+      return false;
+    }
+    in += size;
+    left -= chunk;
+  }
+  return in == end;
+}
+
 class Play {
  public:
   // `trusting`: takes for granted that what has the right length is right.
@@ -96,6 +141,11 @@ class Play {
     const uint8_t what = input.byte();
     const Codec codec = static_cast<Codec>(what % kCodecs);
     const size_t n = input.byte();
+    if (what & 16) {
+      const double share = (input.byte() + 1) / 256.0;
+      const std::string_view rest = input.bytes(kPlace);
+      return what & 4 ? encodeSparse(rest, share) : decodeSparse(rest, n * kSparseStep, share);
+    }
     const std::string_view rest = input.bytes(kPlace);
     if (what & 4)
       encode(codec, rest, what & 8);
@@ -158,6 +208,41 @@ class Play {
           wrong_ = "lost something else";
         if (std::isfinite(out[i]) != fits(codec, in, i)) wrong_ = "hides an overflow or makes one";
       }
+    }
+  }
+
+  void decodeSparse(std::string_view bytes, size_t n, double share) {
+    std::byte* const in = endOf(bytes.size());
+    std::memcpy(in, bytes.data(), bytes.size());
+    const bool right = couldBeSparse(in, bytes.size(), n, share);
+    if (trusting_) {
+      took_ = bytes.size() == sparseBytes(n, share);
+      if (took_ && !right) wrong_ = "took what no encoder makes";
+      return;
+    }
+    std::vector<float> sum(n + 16, kUntouched);
+    took_ = sparseDecodeAdd(sum.data(), in, bytes.size(), n, share);
+    if (took_ != right) wrong_ = took_ ? "took what no encoder makes" : "refused what one makes";
+    for (size_t i = n; i < sum.size(); ++i)
+      if (sum[i] != kUntouched) wrong_ = "wrote beside its place";
+    for (size_t i = 0; i < n && took_; ++i)
+      if (!std::isfinite(sum[i]) &&
+          !(std::isnan(sum[i]) && std::isnan(sum[i / kSparseBlock * kSparseBlock])))
+        wrong_ = "made of codes what is not finite";
+  }
+
+  void encodeSparse(std::string_view bytes, double share) {
+    const size_t n = bytes.size() / 4, size = sparseBytes(n, share);
+    std::vector<float> in(n), error(n), out(n);
+    if (n > 0) std::memcpy(in.data(), bytes.data(), 4 * n);
+    std::byte* const coded = endOf(size);
+    sparseEncode(coded, error.data(), in.data(), n, share);
+    if (!couldBeSparse(coded, size, n, share)) wrong_ = "encoded what is to be refused";
+    if (!sparseDecodeAdd(out.data(), coded, size, n, share)) wrong_ = "refuses its own";
+    const bool fits = std::all_of(in.begin(), in.end(), [](float x) { return std::isfinite(x); });
+    for (size_t i = 0; i < n; ++i) {
+      if (error[i] != (std::isfinite(out[i]) ? in[i] - out[i] : 0)) wrong_ = "lost something else";
+      if (std::isfinite(out[i]) != fits) wrong_ = "hides an overflow or makes one";
     }
   }
 
