@@ -28,7 +28,8 @@ std::optional<Choice> choiceNamed(const std::string& name) {
 CommunicatorOptions CommunicatorOptions::fromEnvironment() {
   const Config config = Config::read();
   return {.algorithm = choiceNamed(config.cuda_algorithm.get()).value(),
-          .access = memoryAccessNamed(config.cuda_way.get())};
+          .access = memoryAccessNamed(config.cuda_way.get()),
+          .maps_pieces = config.cuda_map.get() == "vmm"};
 }
 
 // ---- making it
