@@ -197,65 +197,17 @@ def tensors_that_peers_map(me: Rank, pooled: bool) -> bool:
     return own
 
 
-def use_expandable_segments(me: Rank, ranks: list[int]) -> list[bool]:
-    """Whether tensors of 45 MiB in torch's expandable segments, which these ranks have, were used
-    where they are: at first, and when the memory was given back and taken again."""
-    device = use_gpu(me)
-    backend = backend_of(ringreduce_group(dist.group.WORLD))
-    kind = "True" if me.rank in ranks else "False"
-    torch.cuda.memory._set_allocator_settings(f"expandable_segments:{kind}")
-    count = (45 << 18) // me.world_size * me.world_size  # in three pieces of 20 MiB
-    ramp = torch.arange(count).remainder(251).float()
-    wanted_at_all = me.rank in ranks and os.environ.get("RINGREDUCE_CUDA_MAP") == "vmm"
-    found = []
-    dist.all_reduce(torch.ones(1, device=device))
-    for turn in range(2):
-        given = ramp + 3 * me.rank + turn
-        total = me.world_size * (ramp + turn) + 3 * sum(range(me.world_size))
-        data, whole = given.to(device), torch.empty(count, device=device)
-        part = torch.empty(count // me.world_size, device=device)
-
-        def check(what: str, data: torch.Tensor = data, total: torch.Tensor = total) -> None:
-            dist.all_reduce(data)
-            assert torch.equal(data.cpu(), total), what
-
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            dist.all_reduce(data)
-        check("before it is mapped")
-        end = time.monotonic() + 20
-        while wanted_at_all and time.monotonic() < end:
-            if is_mapped(backend, data) and is_mapped(backend, whole):
-                break
-            time.sleep(0.01)
-        found.append(is_mapped(backend, data) and is_mapped(backend, whole))
-        data.copy_(given)
-        check("where it is")
-        data.copy_(given)
-        graph.replay()
-        assert torch.equal(data.cpu(), total), "in a graph"
-        data.copy_(given)
-        dist.reduce_scatter_tensor(part, data)
-        dist.all_gather_into_tensor(whole, part)
-        assert torch.equal(whole.cpu(), total), "in parts"
-        del data, whole, part, graph, check
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-    torch.cuda.memory._set_allocator_settings("expandable_segments:False")
-    return found
-
-
 @pytest.mark.parametrize(
-    ("size", "way", "ranks"), [(4, "vmm", [0, 1, 2, 3]), (2, "vmm", [1]), (2, "own", [0, 1])]
+    ("size", "way", "ranks", "mebibytes"), [(3, "vmm", [0, 2], 45), (2, "own", [0, 1], 1)]
 )
 def test_expandable_segments_are_used_where_they_are(
-    machine: Machine, size: int, way: str, ranks: list[int]
+    machine: Machine, size: int, way: str, ranks: list[int], mebibytes: int
 ) -> None:
     env = {
         "RINGREDUCE_CUDA_MAP": way,
         "RINGREDUCE_CUDA_ALGORITHM": "direct" if machine.name == "one GPU" else "located",
     }
-    found = machine.run(use_expandable_segments, size, ranks, **env)
+    found = machine.run(jobs.in_expandable_segments, size, ranks, mebibytes, **env)
     assert found == [[way == "vmm" and rank in ranks] * 2 for rank in range(size)]
 
 
