@@ -180,6 +180,10 @@ const Row kRows[] = {
     {"RINGREDUCE_CUDA_WAY", "the best there is", "pointer, descriptor, ipc, host",
      "how GPUs reach each other's memory", kSame,
      [](C& c, Given& g) { c.cuda_way = g.gpuWord({"pointer", "descriptor", "ipc", "host"}); }},
+    {"RINGREDUCE_CUDA_MAP", "own", "own, vmm",
+     "which GPU tensors other ranks use in place: in ringreduce's own memory, or (vmm) also in "
+     "torch's expandable segments",
+     kOwn, [](C& c, Given& g) { c.cuda_map = g.gpuWord({"own", "vmm"}); }},
     {"RINGREDUCE_CUDA_OTHER", "auto", "auto, nccl, host",
      "the backend of calls on CUDA tensors that have no kernels here", kRank0,
      [](C&, Given& g) { g.gpuWord({"auto", "nccl", "host"}); }, true},

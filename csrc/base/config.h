@@ -51,7 +51,7 @@ struct Config {
   EnvValue<int64_t> lanes, tls;
   EnvValue<double> lost_seconds{3}, round_trip_ms, bandwidth_mbit;
 
-  EnvValue<std::string> cuda_algorithm{"auto"}, cuda_way, nccl;
+  EnvValue<std::string> cuda_algorithm{"auto"}, cuda_way, cuda_map{"own"}, nccl;
 
   EnvValue<bool> removed;  // `get` throws if a variable of an earlier version is set
 

@@ -23,6 +23,7 @@
 #include "base/error.h"
 #include "base/limits.h"
 #include "base/text.h"
+#include "torch/allocator_trace.h"
 #include "torch/arguments.h"
 #include "torch/errors.h"
 #include "torch/work.h"
@@ -49,6 +50,7 @@ std::shared_ptr<cuda::GpuCommunicator> makeHostCommunicator(const std::shared_pt
                                                             c10::Device device,
                                                             int ranks_on_device) {
   auto options = cuda::CommunicatorOptions::fromEnvironment();
+  if (options.maps_pieces) followAllocator();
   options.ranks_on_device = ranks_on_device;
   return cuda::HostCommunicator::create(group, device.index(), options);
 }

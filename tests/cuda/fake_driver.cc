@@ -18,6 +18,12 @@ namespace {
 constexpr size_t kGranularity = 2 << 20;
 constexpr size_t kMulticastGranularity = 4 << 20;  // another, so that mistakes show
 
+ino_t numberOf(int fd) {
+  struct stat status{};
+  fstat(fd, &status);
+  return status.st_ino;
+}
+
 CUresult getErrorName(CUresult, const char** name) {
   *name = "CUDA_ERROR_FAKE";
   return CUDA_SUCCESS;
@@ -90,6 +96,8 @@ CUresult memCreate(CUmemGenericAllocationHandle* handle, size_t bytes,
   if (const auto e = besideCaptures()) return asDriver(e);
   if (const auto e = fate()) return asDriver(e);
   if (bytes % kGranularity) return CUDA_ERROR_INVALID_VALUE;
+  // As where no process may use the fabric between hosts.
+  if (properties->requestedHandleTypes & CU_MEM_HANDLE_TYPE_FABRIC) return CUDA_ERROR_NOT_PERMITTED;
   World& w = world();
   const std::lock_guard lock(w.mutex);
   *handle = w.next_handle++;
@@ -240,18 +248,18 @@ CUresult memRetainAllocationHandle(CUmemGenericAllocationHandle* handle, void* p
   const std::lock_guard lock(w.mutex);
   const Range* range = w.find(pointer);
   if (!range || range->kind != Range::Kind::kVirtual) return CUDA_ERROR_INVALID_VALUE;
+  for (auto& [known, physical] : w.handles)
+    if (numberOf(physical.fd) == numberOf(range->fd)) {  // the same as long as anybody has one
+      ++physical.references;
+      *handle = known;
+      return CUDA_SUCCESS;
+    }
   *handle = w.next_handle++;
   w.handles[*handle] = {dup(range->fd), 1};
   return CUDA_SUCCESS;
 }
 
 // ---- multicast objects
-
-ino_t numberOf(int fd) {
-  struct stat status{};
-  fstat(fd, &status);
-  return status.st_ino;
-}
 
 CUresult multicastGetGranularity(size_t* bytes, const CUmulticastObjectProp* properties,
                                  CUmulticastGranularity_flags) {

@@ -329,7 +329,12 @@ bool World::mayTouch(int ordinal, const void* pointer, size_t bytes) {
   char* base = nullptr;
   const Range* range = find(pointer, &base);
   if (!range) return true;
-  if (static_cast<const char*>(pointer) + bytes > base + range->bytes) return false;
+  const size_t left = static_cast<size_t>(base + range->bytes - static_cast<const char*>(pointer));
+  if (bytes > left) {  // pieces of virtual memory may lie side by side
+    const char* const next = base + range->bytes;
+    return range->kind == Range::Kind::kVirtual && find(next) && mayTouch(ordinal, pointer, left) &&
+           mayTouch(ordinal, next, bytes - left);
+  }
   if (range->kind != Range::Kind::kPlain) return range->access.contains(ordinal);
   for (int owner : range->access)
     if (owner == ordinal || peers.contains({ordinal, owner})) return true;

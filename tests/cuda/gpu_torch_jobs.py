@@ -9,6 +9,7 @@ import contextlib
 import copy
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -328,6 +329,57 @@ def expandable(me: Rank) -> dict[str, bool]:
     right = bool((t == sum(range(me.world_size))).all())
     trained = train(me, "hook", "mlp")
     return {"used": used, "right": right, "trained": trained["apart"] < 1e-4}
+
+
+def in_expandable_segments(me: Rank, ranks: list[int], mebibytes: int = 45) -> list[bool]:
+    """Whether tensors in torch's expandable segments, which these ranks have, were used
+    where they are: at first, and when the memory was given back and taken again."""
+    from ringreduce._C import is_mapped
+    from ringreduce.core.backend import backend_of, ringreduce_group
+
+    device = device_of(me.rank)
+    backend = backend_of(ringreduce_group(dist.group.WORLD))
+    kind = "True" if me.rank in ranks else "False"
+    torch.cuda.memory._set_allocator_settings(f"expandable_segments:{kind}")
+    count = (mebibytes << 18) // me.world_size * me.world_size  # a piece has 20 MiB
+    ramp = torch.arange(count).remainder(251).float()
+    wanted_at_all = me.rank in ranks and os.environ.get("RINGREDUCE_CUDA_MAP") == "vmm"
+    found = []
+    dist.all_reduce(torch.ones(1, device=device))
+    for turn in range(2):
+        given = ramp + 3 * me.rank + turn
+        total = me.world_size * (ramp + turn) + 3 * sum(range(me.world_size))
+        data, whole = given.to(device), torch.empty(count, device=device)
+        part = torch.empty(count // me.world_size, device=device)
+
+        def check(what: str, data: torch.Tensor = data, total: torch.Tensor = total) -> None:
+            dist.all_reduce(data)
+            assert torch.equal(data.cpu(), total), what
+
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            dist.all_reduce(data)
+        check("before it is mapped")
+        end = time.monotonic() + 20
+        while wanted_at_all and time.monotonic() < end:
+            if is_mapped(backend, data) and is_mapped(backend, whole):
+                break
+            time.sleep(0.01)
+        found.append(is_mapped(backend, data) and is_mapped(backend, whole))
+        data.copy_(given)
+        check("where it is")
+        data.copy_(given)
+        graph.replay()
+        assert torch.equal(data.cpu(), total), "in a graph"
+        data.copy_(given)
+        dist.reduce_scatter_tensor(part, data)
+        dist.all_gather_into_tensor(whole, part)
+        assert torch.equal(whole.cpu(), total), "in parts"
+        del data, whole, part, graph, check
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+    return found
 
 
 def on_both_devices(me: Rank) -> list[float]:

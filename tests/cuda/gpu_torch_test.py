@@ -173,6 +173,9 @@ def test_wait_orders_streams_and_leaves_the_host_free(pool: Pool, world: MakeWor
 def test_expandable_segments(pool: Pool, world: MakeWorld) -> None:
     call = pool.start(jobs.expandable, world(2), fresh=True)
     assert call.results(LONG) == [{"used": True, "right": True, "trained": True}] * 2
+    mapped = pool.start(jobs.in_expandable_segments, world(EVERY, CUDA_MAP="vmm"),
+                        list(range(EVERY)), fresh=True)  # fmt: skip
+    assert mapped.results(LONG) == [[True, True]] * EVERY
 
 
 @pytest.mark.parametrize("spec", ["cpu:gloo,cuda:ringreduce", "cpu:ringreduce,cuda:ringreduce"])

@@ -9,6 +9,7 @@
 #include "cuda/memory/own_memory.h"
 #include "cuda/memory/peer_memory.h"
 #include "cuda/memory/segment_board.h"
+#include "expandable.h"
 #include "fake_cuda.h"
 #include "fake_launch.h"
 #include "fake_world.h"
@@ -232,7 +233,7 @@ TEST(memory_is_shared_beside_captures_of_other_threads) {
 void withBoards(As as, const std::function<void(Group&, SegmentBoard&, int device)>& body) {
   run(as, 3, [&](Group& group, int device) {
     const PeerMemory memory(group, device, 1000);
-    SegmentBoard board(group, memory);
+    SegmentBoard board(group, memory, true);
     body(group, board, device);
     group.run({Barrier{}});
   });
@@ -251,19 +252,31 @@ TEST(memory_that_a_rank_cannot_map_is_not_used_and_no_error) {
     fake::machine().bar1_is_full = group.rank() == 2;  // of this process
     std::shared_ptr<void> memory = own(device), later = own(device);
     const Place refused = board.find(memory.get(), 1);
+    Expandable pieces(device, 2);
+    pieces.map(0, 2);
+    const auto areFound = [&] { return board.isMapped(board.find(pieces.at(0), pieces.kPiece)); };
+    CHECK(!areFound());
     group.run({Barrier{}});
     ranks::sleepMs(50);
     // On the same GPU there is no window.
     CHECK(!board.isMapped(refused) || device == 0);
+    CHECK(!areFound() || device == 0);
     fake::machine().bar1_is_full = false;
     group.run({Barrier{}});
+    CHECK(!areFound() || device == 0);
+    ranks::await("the other piece is mapped",
+                 [&] { return board.isMapped(board.find(pieces.at(1), pieces.kPiece)); });
+    CHECK(!areFound() || device == 0);
+    pieces.unmap(0, 1);
+    pieces.map(0, 1);
+    ranks::await("another one in its place is mapped", areFound);
     const Place taken = board.find(later.get(), 1);
     awaitMapped(board, taken);
     CHECK(!board.isMapped(refused) || device == 0);
     memory.reset();
     // Its slot is free again only if all have answered.
     std::vector<std::shared_ptr<void>> all;
-    for (uint64_t i = 0; i + 1 < kMostSegments;) {
+    for (uint64_t i = 0; i + 2 < kMostSegments;) {
       all.push_back(own(device));
       const Place place = board.find(all.back().get(), 1);
       if (place.segment == 0) {
@@ -352,6 +365,11 @@ TEST(threads_give_back_all_that_boards_mapped) {
     awaitMapped(board, board.find(memory.get(), 1));
     const Place place = board.find(dropped.get(), 1);
     awaitMapped(board, place);
+    Expandable pieces(device, 3);
+    pieces.map(0, 3);
+    ranks::await("all pieces are mapped",
+                 [&] { return board.isMapped(board.find(pieces.at(0), 3 * pieces.kPiece)); });
+    pieces.unmap(1, 1);
     dropped.reset();
     while (board.isMapped(place)) ranks::sleepMs(1);
     if (group.rank() == 1) return;  // the others' memory goes before the boards, and after

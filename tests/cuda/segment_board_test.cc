@@ -7,6 +7,7 @@
 #include <optional>
 
 #include "cuda/memory/own_memory.h"
+#include "expandable.h"
 #include "peers.h"
 
 using namespace peers;
@@ -37,7 +38,7 @@ uint64_t wordOf(int rank, uint64_t step) {
 // A board of each rank, where own memory can be mapped.
 struct Fixture {
   Fixture(Group& of, int on)
-      : group(of), device(on), memory(of, on, 100), board(of, memory), stream(on) {}
+      : group(of), device(on), memory(of, on, 100), board(of, memory, true), stream(on) {}
   bool works() const {
     return memory.access() == MemoryAccess::kDescriptor ||
            memory.access() == MemoryAccess::kPointer;
@@ -45,6 +46,15 @@ struct Fixture {
   void awaitMapped(Place place) {
     CHECK(place.segment != 0);
     await("all peers map it", [&] { return board.isMapped(place); });
+  }
+  // Of memory that is mapped piece by piece.
+  Place awaitFound(const std::byte* data, size_t bytes) {
+    Place place{};
+    await("all peers map its pieces", [&] {
+      place = board.find(data, bytes);
+      return board.isMapped(place);
+    });
+    return place;
   }
   // Every rank writes a word at its place, and reads those of all by its own table.
   void everybodyReads(const std::byte* data, Place place, uint64_t step) {
@@ -107,10 +117,139 @@ void testAll(As as) {
     });
 }
 
+void testPieces(As as) {
+  constexpr size_t kPiece = Expandable::kPiece;
+  for (int P : {2, 3})
+    run(as, P, [](Group& group, int device) {
+      Fixture f(group, device);
+      if (!f.works()) return;
+      Expandable memory(device, 6);
+      const auto step = [&](size_t from, size_t to, size_t word, uint64_t number) {
+        const Place place = f.awaitFound(memory.at(from) + 64, (to - from) * kPiece - 64);
+        CHECK_EQ(place.offset % kPiece, size_t{64});
+        Place of_word = place;
+        of_word.offset += (word - from) * kPiece;
+        f.everybodyReads(memory.at(word) + 64, of_word, number);
+        return place;
+      };
+      memory.map(0, 2);
+      CHECK(f.board.find(memory.at(0), 2 * kPiece) == Place{});  // not yet
+      const Place first = step(0, 2, 1, 1);
+      CHECK(f.board.find(memory.at(1), 2 * kPiece) == Place{});
+      // It grows, what is there stays found, and new tensors are in the same segment.
+      memory.map(2, 3);
+      CHECK(f.board.find(memory.at(0) + 64, kPiece).segment == first.segment);
+      CHECK_EQ(step(1, 5, 4, 2).segment, first.segment);
+      // A piece goes under its neighbours' calls.
+      memory.unmap(1, 1);
+      CHECK(f.board.find(memory.at(0), 2 * kPiece) == Place{});
+      CHECK(f.board.find(memory.at(2), 3 * kPiece).segment == first.segment);
+      memory.map(1, 1);
+      CHECK(f.board.find(memory.at(1), 8) == Place{});
+      CHECK_EQ(step(0, 5, 1, 3).segment, first.segment);
+      CHECK(f.board.isMapped(first));
+      group.run({Barrier{}});
+      // No kernel finds what is gone; other memory there has another number.
+      memory.unmap(0, 5);
+      CHECK(f.board.find(memory.at(2), 8) == Place{});
+      await("it is withdrawn", [&] { return !f.board.isMapped(first); });
+      memory.map(0, 1);
+      CHECK(step(0, 1, 0, 4).segment != first.segment);
+      group.run({Barrier{}});
+    });
+}
+
 }  // namespace
 
 TEST(processes_map_what_each_offers) {
   testAll(As::kProcesses);
+}
+
+TEST(processes_map_pieces_as_they_come_and_go) {
+  testPieces(As::kProcesses);
+}
+
+TEST(tensors_in_pieces_that_cannot_be_handed_over_are_not_found) {
+  run(As::kProcesses, 2, [](Group& group, int device) {
+    Fixture f(group, device);
+    if (!f.works()) return;
+    Expandable memory(device, 3);
+    memory.map(0, 1);
+    memory.map(1, 1, /*exportable=*/group.rank() == 0);
+    memory.map(2, 1);
+    const auto find = [&](size_t piece) { return f.board.find(memory.at(piece), 2 * 8); };
+    await("its neighbours are mapped", [&] {
+      (void)find(1);
+      return f.board.isMapped(find(0)) && f.board.isMapped(find(2));
+    });
+    const auto all = [&] { return f.board.find(memory.at(0), 3 * Expandable::kPiece); };
+    if (group.rank() == 0)
+      await("all are mapped", [&] { return f.board.isMapped(all()); });
+    else
+      CHECK(all() == Place{} && find(1) == Place{});
+    group.run({Barrier{}});
+  });
+}
+
+TEST(many_pieces_are_mapped_a_few_at_a_time) {
+  run(As::kProcesses, 2, [](Group& group, int device) {
+    Fixture f(group, device);
+    if (!f.works()) return;
+    constexpr size_t kPieces = 70;
+    Expandable memory(device, kPieces);
+    memory.map(0, kPieces);
+    const Place place = f.awaitFound(memory.at(0), kPieces * Expandable::kPiece);
+    f.everybodyReads(memory.at(kPieces - 1), {place.segment, (kPieces - 1) * Expandable::kPiece},
+                     1);
+  });
+}
+
+TEST(a_graph_knows_pieces_before_they_are_mapped_and_no_longer_than_they_are) {
+  run(As::kProcesses, 2, [](Group& group, int device) {
+    Fixture f(group, device);
+    if (!f.works()) return;
+    Expandable memory(device, 4);
+    memory.map(0, 4);
+    const std::byte* const data = memory.at(1) + 64;
+    const Place place = f.board.find(data, 2 * Expandable::kPiece, true);
+    f.awaitMapped(place);
+    f.everybodyReads(data, place, 1);
+    memory.unmap(0, 1);  // not the graph's
+    CHECK(f.board.find(data, 2 * Expandable::kPiece, true) == place);
+    f.everybodyReads(data, place, 2);
+    memory.unmap(3, 1);
+    await("it is withdrawn", [&] { return !f.board.isMapped(place); });
+    CHECK_EQ(entryOf(f.board, f.stream, group.rank(), place).number, uint64_t{0});
+    group.run({Barrier{}});
+  });
+}
+
+TEST(pieces_of_a_killed_rank_stay_readable) {
+  run(As::kProcesses, 3,
+      [](Group& group, int device) {
+        Fixture f(group, device);
+        if (!f.works()) {
+          if (group.rank() == 1) raise(SIGKILL);
+          return;
+        }
+        Expandable memory(device, 2);
+        memory.map(0, 2);
+        const Place place = f.awaitFound(memory.at(0), 2 * Expandable::kPiece);
+        f.everybodyReads(memory.at(1), {place.segment, Expandable::kPiece}, 1);
+        const Place theirs = gatherEach(group, place)[1];
+        const SegmentEntry entry = entryOf(f.board, f.stream, 1, theirs);
+        group.run({Barrier{}});
+        if (group.rank() == 1) raise(SIGKILL);
+        while (!group.epoch()->peers().states()[1].isLost()) ranks::sleepMs(1);
+        uint64_t word = 0;
+        f.stream.copy(&word, entry.data + theirs.offset + Expandable::kPiece, sizeof word);
+        CHECK_EQ(word, wordOf(1, 1));
+        memory.unmap(0, 1);
+        memory.map(0, 1);
+        for (int i = 0; i < 10; ++i, ranks::sleepMs(5))
+          CHECK(f.board.find(memory.at(0), 8) == Place{});
+      },
+      {1});
 }
 
 TEST(other_memory_is_not_offered) {
@@ -179,7 +318,7 @@ TEST(memory_is_offered_to_each_board_and_goes_from_each) {
     Fixture f(group, device);
     if (!f.works()) return;
     std::shared_ptr<void> memory = own(device);
-    auto second = std::make_unique<SegmentBoard>(group, f.memory);
+    auto second = std::make_unique<SegmentBoard>(group, f.memory, true);
     const Place one = f.board.find(memory.get(), 1), other = second->find(memory.get(), 1);
     f.awaitMapped(one);
     await("it is on both", [&] { return second->isMapped(other); });
@@ -198,8 +337,7 @@ TEST(what_a_graph_uses_stays) {
     if (!f.works()) return;
     std::shared_ptr<void> memory = own(device);
     const std::byte* const data = bytesOf(memory);
-    const Place place = f.board.find(data, 1);
-    f.board.keep(place);
+    const Place place = f.board.find(data, 1, true);
     f.awaitMapped(place);
     memory.reset();
     ranks::sleepMs(50);
@@ -288,6 +426,10 @@ TEST(what_a_killed_rank_offered_stays_readable_and_nobody_hangs) {
 
 TEST(threads_map_what_each_offers) {
   testAll(As::kThreads);
+}
+
+TEST(threads_map_pieces_as_they_come_and_go) {
+  testPieces(As::kThreads);
 }
 
 int main(int argc, char** argv) {

@@ -28,7 +28,8 @@ std::optional<Choice> choiceNamed(const std::string& name) {
 CommunicatorOptions CommunicatorOptions::fromEnvironment() {
   const Config config = Config::read();
   return {.algorithm = choiceNamed(config.cuda_algorithm.get()).value(),
-          .access = memoryAccessNamed(config.cuda_way.get())};
+          .access = memoryAccessNamed(config.cuda_way.get()),
+          .maps_pieces = config.cuda_map.get() == "vmm"};
 }
 
 // ---- making it
@@ -147,7 +148,7 @@ HostCommunicator::State::State(std::shared_ptr<Group> of, int on, const Communic
     staging = std::make_unique<PeerMemory>(*group, device, kHalves * kStagingBytes, options.access);
 
   if (options.maps_tensors && (tuning.window_bytes > 0 || staging))
-    board = std::make_unique<SegmentBoard>(*group, *memory);
+    board = std::make_unique<SegmentBoard>(*group, *memory, options.maps_pieces);
 
   agreeOnStatus(*group, [&] {
     constexpr size_t kBytes =
@@ -331,9 +332,7 @@ Place HostCommunicator::State::placeOf(const void* data, size_t parts, size_t by
   // Peers would add or move elements that are not aligned one at a time.
   const size_t odd = reinterpret_cast<uintptr_t>(data) | (parts > 1 ? bytes : 0);
   if (!board || odd % sizeof(Pack) != 0) return {};
-  const Place place = board->find(data, parts * bytes);
-  if (place.segment != 0 && captureOf(stream)) board->keep(place);
-  return place;
+  return board->find(data, parts * bytes, isCaptured(stream));
 }
 
 namespace {

@@ -34,6 +34,8 @@ struct CommunicatorOptions {
   int ranks_on_device = 1;
   // Whether peers map own memory; the same on all ranks.
   bool maps_tensors = true;
+  // This rank's: also memory that an allocator maps piece by piece (memory/expandable_memory.h).
+  bool maps_pieces = false;
 
   static CommunicatorOptions fromEnvironment();  // throws Error(kArgument)
 };

@@ -98,6 +98,14 @@ struct HostCommunicator::State {
   void finishRest(CallEnd& end, cudaStream_t stream);
   // The other ranks wait for the rest of it, and must learn why it does not come.
   [[noreturn]] void giveUp(const Error& why, const Label& label);
+  // Before the watchdog knows of the call: an error counts as yes, and follow() meets it again.
+  static bool isCaptured(cudaStream_t stream) {
+    try {
+      return captureOf(stream).has_value();
+    } catch (const Error&) {
+      return true;
+    }
+  }
   // Begins the call, lets put(its number) put it into the stream, behind the one before, and ends
   // it.
   template <class Put>
@@ -180,13 +188,8 @@ struct HostCommunicator::State {
 template <class Put>
 void HostCommunicator::State::dispatch(const Told& told, cudaStream_t stream, Put&& put) {
   const Range range(told.what.kind);
-  bool marked = watchdog->isFollowed();
-  try {
-    marked = marked && !captureOf(stream);  // nothing begins while it is captured
-  } catch (const Error&) {
-    marked = false;  // follow() asks again, when the watchdog knows of the call
-  }
-  const Begun call = begin(told, marked);
+  // Nothing begins while it is captured.
+  const Begun call = begin(told, watchdog->isFollowed() && !isCaptured(stream));
   try {
     order.follow(stream);
     if (call.start) call.start->set(order.mark(stream));

@@ -89,6 +89,14 @@ class Physical {
     physical.held_ = true;
     return physical;
   }
+  // What is mapped at an address: always the same handle, which is held once more.
+  static Physical at(int device, const std::byte* data) {
+    Physical physical(device, 0);
+    check(driver().memRetainAllocationHandle(&physical.handle_, const_cast<std::byte*>(data)),
+          "find the handle of memory", device);
+    physical.held_ = true;
+    return physical;
+  }
   Physical(Physical&& other) noexcept
       : device_(other.device_),
         bytes_(other.bytes_),
@@ -117,6 +125,13 @@ class Physical {
   bool held_ = false;
   CUmemGenericAllocationHandle handle_ = 0;
 };
+
+// Gives kernels on `device` access to mapped memory.
+void allowAccess(int device, CUdeviceptr place, size_t bytes) {
+  const CUmemAccessDesc access{.location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = device},
+                               .flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
+  check(driver().memSetAccess(place, bytes, &access, 1), "get access to mapped memory", device);
+}
 
 // Pieces of it, side by side.
 class Mapped final : public DeviceMemory {
@@ -148,9 +163,7 @@ class Mapped final : public DeviceMemory {
             "map " + mebibytes(piece.bytes()), device_);
       mapped_.push_back(piece.bytes());
     }
-    const CUmemAccessDesc access{.location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = device_},
-                                 .flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
-    check(driver().memSetAccess(place, bytes_, &access, 1), "get access to mapped memory", device_);
+    allowAccess(device_, place, bytes_);
   }
 
   void unmap() noexcept {
@@ -164,6 +177,55 @@ class Mapped final : public DeviceMemory {
   size_t mapped() const { return std::accumulate(mapped_.begin(), mapped_.end(), size_t{0}); }
 
   std::vector<size_t> mapped_;  // bytes of each piece
+};
+
+class Reserved final : public ReservedAddresses {
+ public:
+  Reserved(int device, size_t bytes) : ReservedAddresses(device, bytes) {
+    const OnDevice here(device);
+    CUdeviceptr place = 0;
+    check(driver().memAddressReserve(&place, bytes, 0, 0, 0),
+          "reserve addresses for " + mebibytes(bytes), device);
+    data_ = reinterpret_cast<std::byte*>(place);
+  }
+  ~Reserved() override {
+    if (!isOurs()) return;
+    giveBack(device_, [&] {
+      while (!mapped_.empty()) takeOut(mapped_.begin());
+      checkQuietly(driver().memAddressFree(address(data_), bytes_), "free addresses", device_);
+    });
+  }
+
+  void map(size_t offset, const ExportedPiece& piece) override {
+    const OnDevice here(device_);
+    const Physical physical = Physical::import(device_, piece.fd, piece.bytes);
+    const CUdeviceptr place = address(data_ + offset);
+    check(driver().memMap(place, piece.bytes, 0, physical.handle(), 0),
+          "map " + mebibytes(piece.bytes), device_);
+    const auto made = mapped_.emplace(offset, piece.bytes).first;
+    try {
+      allowAccess(device_, place, piece.bytes);
+    } catch (const CudaError&) {
+      takeOut(made);
+      throw;
+    }
+  }
+  void unmap(size_t offset) override {
+    giveBack(device_, [&] {
+      if (const auto found = mapped_.find(offset); found != mapped_.end()) takeOut(found);
+    });
+  }
+
+ private:
+  using Pieces = std::map<size_t, size_t>;  // bytes by offset
+
+  void takeOut(Pieces::iterator piece) noexcept {
+    checkQuietly(driver().memUnmap(address(data_ + piece->first), piece->second), "unmap memory",
+                 device_);
+    mapped_.erase(piece);
+  }
+
+  Pieces mapped_;
 };
 
 // ---- legacy IPC
@@ -271,6 +333,25 @@ MemoryPtr mapExported(int device, std::span<const ExportedPiece> pieces, size_t 
   for (const ExportedPiece& piece : pieces)
     imported.push_back(Physical::import(device, piece.fd, piece.bytes));
   return std::make_shared<Mapped>(device, imported, alignment);
+}
+
+PieceInPlace exportMapped(int device, const std::byte* at, const std::byte* first,
+                          const std::byte* last) {
+  const OnDevice here(device);
+  const auto unit = static_cast<ptrdiff_t>(exportGranularity(device));
+  const Physical physical = Physical::at(device, at);
+  const auto isOfIt = [&](const std::byte* other) {
+    return Physical::at(device, other).handle() == physical.handle();
+  };
+  const std::byte* begin = at - reinterpret_cast<uintptr_t>(at) % static_cast<uintptr_t>(unit);
+  const std::byte* end = begin + unit;
+  while (begin - first >= unit && isOfIt(begin - unit)) begin -= unit;
+  while (last - end >= unit && isOfIt(end)) end += unit;
+  return {begin, {physical.descriptor(), static_cast<size_t>(end - begin)}};
+}
+
+std::shared_ptr<ReservedAddresses> reserveAddresses(int device, size_t bytes) {
+  return std::make_shared<Reserved>(device, bytes);
 }
 
 cudaIpcMemHandle_t ipcHandleOf(int device, void* base) {

@@ -63,6 +63,25 @@ struct ExportedPiece {
 };
 MemoryPtr mapExported(int device, std::span<const ExportedPiece> pieces, size_t alignment = 0);
 
+// The piece of such memory that is mapped here at `at`, whoever has made it.  All between `first`
+// and `last` is mapped, each piece whole.  Throws CudaError if it cannot be handed over.
+struct PieceInPlace {
+  const std::byte* begin;
+  ExportedPiece piece;
+};
+PieceInPlace exportMapped(int device, const std::byte* at, const std::byte* first,
+                          const std::byte* last);
+
+// Addresses for kernels on `device`, to which pieces are mapped one by one.
+class ReservedAddresses : public DeviceMemory {
+ public:
+  using DeviceMemory::DeviceMemory;
+  // Where nothing is mapped yet.  Throws CudaError; nothing is mapped then.
+  virtual void map(size_t offset, const ExportedPiece& piece) = 0;
+  virtual void unmap(size_t offset) = 0;  // the piece that was mapped there
+};
+std::shared_ptr<ReservedAddresses> reserveAddresses(int device, size_t bytes);
+
 // Opens an allocation of another process by its legacy IPC handle, for kernels on `device`.  That
 // process must not free it before this is gone.
 MemoryPtr openIpc(int device, const cudaIpcMemHandle_t& handle, size_t bytes);

@@ -1,11 +1,13 @@
 // Which memory of a rank its peers map, so that kernels can use tensors there in place.
 //
 // A rank's own memory (own_memory.h) is offered to the other ranks of its host when a call first
-// meets a tensor in it.  A thread, one for all boards of a process, maps what peers offer, writes
-// it into a table in its GPU's memory that kernels read (kernels/place.h), and only then says so.
-// When all peers have said so, the owner's own table says that its kernels may use the memory.  No
-// rank waits, and ranks need not agree: as long as a peer has not mapped it, tensors in it are
-// copied.  A peer that cannot map it refuses; then they go on to be copied.
+// meets a tensor in it, and so is memory that an allocator maps piece by piece
+// (expandable_memory.h), of which peers map the pieces under the tensors of calls.  A thread, one
+// for all boards of a process, maps what peers offer, writes it into a table in its GPU's memory
+// that kernels read (kernels/place.h), and only then says so. When all peers have said so, the
+// owner's own table says that its kernels may use the memory.  No rank waits, and ranks need not
+// agree: as long as a peer has not mapped it, tensors in it are copied.  A peer that cannot map it
+// refuses; then they go on to be copied.
 //
 //   owner  find: offers    all have mapped: writes own table     over: clears it, withdraws
 //   peer          maps, writes table, says so                          clears, closes, says so
@@ -32,24 +34,26 @@ namespace ringreduce::cuda {
 class SegmentBoard {
  public:
   // Collective.  `memory` is of the same ranks and GPUs: where it goes by descriptors or pointers
-  // own memory can be mapped, and else no memory is ever found.  Throws the same Error on all
-  // ranks; the group stays usable.
-  SegmentBoard(Group& group, const PeerMemory& memory);
+  // own memory can be mapped, and else no memory is ever found.  `finds_pieces`: this rank's memory
+  // that is mapped piece by piece is found, too.  Throws the same Error on all ranks; the group
+  // stays usable.
+  SegmentBoard(Group& group, const PeerMemory& memory, bool finds_pieces = false);
   // No kernel of this rank may use the table, or memory of peers, any more.  Does not wait.
   ~SegmentBoard();
   SegmentBoard(const SegmentBoard&) = delete;
   SegmentBoard& operator=(const SegmentBoard&) = delete;
 
   // Where these bytes are, if own memory on this rank's GPU holds them all; it is offered to peers
-  // if it was not.  None if it does not, or if kMostSegments pieces are on the board.  Neither
-  // calls CUDA nor waits.
-  Place find(const void* data, size_t bytes);
+  // if it was not.  None if it does not, or if kMostSegments segments are on the board.  Bytes in
+  // memory that is mapped piece by piece are found once all peers map the pieces.  Neither calls
+  // CUDA nor waits.
+  // `is_kept`: a CUDA graph will have the place.  It is then found before peers map it, and own
+  // memory is never given back.
+  Place find(const void* data, size_t bytes, bool is_kept = false);
   // Whether own memory is ever found: the same on all ranks.
   bool reaches() const;
   // Whether all peers map it, and the own table says so.
   bool isMapped(Place place) const;
-  // The memory of a place that `find` has given is never given back: a CUDA graph has its address.
-  void keep(Place place);
 
   // In memory of this rank's GPU: kMostSegments for each rank.
   const SegmentEntry* table() const;

@@ -97,10 +97,18 @@ CUresult cuMemsetD32Async(CUdeviceptr data, unsigned value, size_t words, CUstre
   return asDriver(putWork(streamOf(stream), [=] { std::fill_n(begin, words, value); }));
 }
 
+// Only for memory of other processes, which the tests do not let torch itself take.
+CUresult cuMemGetAllocationPropertiesFromHandle(CUmemAllocationProp*,
+                                                CUmemGenericAllocationHandle) {
+  return CUDA_ERROR_NOT_SUPPORTED;
+}
+
 }  // extern "C"
 
 void* fake::anotherDriverFunction(const std::string& name) {
   if (name == "cuMemsetD32Async") return reinterpret_cast<void*>(&cuMemsetD32Async);
+  if (name == "cuMemGetAllocationPropertiesFromHandle")
+    return reinterpret_cast<void*>(&cuMemGetAllocationPropertiesFromHandle);
   if (name == "cuGetErrorString") return reinterpret_cast<void*>(&cuGetErrorString);
   return nullptr;
 }

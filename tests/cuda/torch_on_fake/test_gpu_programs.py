@@ -336,6 +336,9 @@ class Program:
 
 def begin(me: Rank, seed: int) -> Program:
     device = use_gpu(me)
+    # Ranks need not agree on this; memory of other programs in the process stays as it is.
+    pieces = random.Random(f"{seed} {me.rank} pieces").random() < 0.5
+    torch.cuda.memory._set_allocator_settings(f"expandable_segments:{pieces}")
     streams = [torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
     return Program(me, seed, device, streams)
 
@@ -349,6 +352,8 @@ def play(me: Rank, programs: Sequence[tuple[int, Sequence[int]]]) -> None:
             program.end(max(actions, default=0))
         except BaseException as error:
             raise AssertionError(f"program {seed}, of {done}: {error}") from error
+    torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+    torch.cuda.empty_cache()
 
 
 def shortened(fails: Callable[[list[int]], bool], actions: list[int]) -> list[int]:
@@ -379,7 +384,8 @@ def _chosen() -> tuple[int, list[int]] | None:
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_random_programs(machine: Machine, size: int) -> None:
-    world, all_actions = machine.world(size), list(range(ACTIONS))
+    world = machine.world(size, RINGREDUCE_CUDA_MAP="vmm")
+    all_actions = list(range(ACTIONS))
     programs = [(seed, all_actions) for seed in range(PROGRAMS)]
     if chosen := _chosen():
         programs = [chosen]
@@ -435,7 +441,9 @@ def play_to_the_death(me: Rank, seed: int) -> None:
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_a_rank_dies_in_a_random_program(machine: Machine, size: int) -> None:
     for seed in range(KILLS):
-        outcomes = machine.start(play_to_the_death, size, seed, fresh=True).outcomes(60)
+        outcomes = machine.start(
+            play_to_the_death, size, seed, fresh=True, RINGREDUCE_CUDA_MAP="vmm"
+        ).outcomes(60)
         draw = random.Random(f"{seed} death")
         victim = draw.randrange(size)
         assert isinstance(outcomes[victim], Died), (seed, outcomes[victim])

@@ -197,6 +197,20 @@ def tensors_that_peers_map(me: Rank, pooled: bool) -> bool:
     return own
 
 
+@pytest.mark.parametrize(
+    ("size", "way", "ranks", "mebibytes"), [(3, "vmm", [0, 2], 45), (2, "own", [0, 1], 1)]
+)
+def test_expandable_segments_are_used_where_they_are(
+    machine: Machine, size: int, way: str, ranks: list[int], mebibytes: int
+) -> None:
+    env = {
+        "RINGREDUCE_CUDA_MAP": way,
+        "RINGREDUCE_CUDA_ALGORITHM": "direct" if machine.name == "one GPU" else "located",
+    }
+    found = machine.run(jobs.in_expandable_segments, size, ranks, mebibytes, **env)
+    assert found == [[way == "vmm" and rank in ranks] * 2 for rank in range(size)]
+
+
 def shards_that_peers_map(me: Rank) -> None:
     """What FSDP calls, on the group's own memory, while it is offered and when it is mapped.
 
