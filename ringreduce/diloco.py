@@ -703,7 +703,10 @@ class DiLoCo:
                 else:
                     error = torch.empty_like(moved) if self._feedback else None
                     if message.residual is not None:
-                        moved += torch.mul(message.residual, self._feedback, out=error)
+                        kept = message.residual
+                        if self._feedback != 1:
+                            kept = torch.mul(kept, self._feedback, out=error)
+                        moved += kept
                     flight.works.append(self._start_coded(moved, error, group))
                 flight.sums.append(moved)
                 flight.errors.append(error)

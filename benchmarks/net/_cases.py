@@ -47,11 +47,14 @@ class Case:
     def limit(self, size: int) -> float:
         """Seconds below which no all-reduce of `size` bytes can be, by the line; 0: no line.
 
-        Each byte of another host travels one way, and a host's line carries 2 (H-1)/H of the size.
+        Each byte of another host travels one way, and a host's lines carry 2 (H-1)/H of the size.
+        The rate is that of a host's line, or else it has one to each other host.
         """
         rate = float(self.line.get("rate_mbit", 0)) * 1e6 / 8  # type: ignore[arg-type]
         if not rate:
             return 0.0
+        if not (self.line.get("veth") or self.line.get("shared_line")):
+            rate *= self.hosts - 1
         delay = float(self.line.get("delay_ms", 0)) / 1e3  # type: ignore[arg-type]
         return delay + 2 * (self.hosts - 1) / self.hosts * size / rate
 
@@ -96,6 +99,8 @@ def wan(congestion: str, sizes: tuple[int, ...], **more: Any) -> Case:
 def on_line(text: str, hosts: int) -> Case:
     """The case of a line in the planner's words ("500Mbit,50ms,0.1%,bbr"). Raises ValueError."""
     line = parse(text)
+    if line.burst:
+        raise ValueError(f"in the line '{text}', no burst can be emulated")
     words = {word.strip().lower() for word in text.split(",")}
     return Case(
         re.sub("[^0-9a-z.]+", "_", f"{hosts}_{text.lower()}"),

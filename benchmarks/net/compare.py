@@ -12,11 +12,11 @@ ranks of several hosts would not: a figure says what the line and the protocol a
 As in ringreduce.bench each contender has rank processes of its own, they take turns, and whoever
 is not timed sleeps; results are checked before and after.  busbw is 2(P-1)/P x bytes / time, in
 Mbit/s: what a ring carries over each line.  A hierarchical all-reduce carries less, so its busbw
-may be more than the line's rate.  "x limit" is the time over the least that any all-reduce can
-take: a packet's way and a ring's bytes, headers left out.  With --out DIR each path is written to
-DIR/net_PATH.json: the schema of ringreduce.tools.bench.results with `path`, `line`, `congestion`,
-`busbw_mbit`, for codecs `link_bytes` (of one call, over all links) and the emulator's `statistics`.
-The exit status is 1 if ours was wrong or could not take part.
+may be more than the line's rate.  "x limit" is the time over the least that any exact all-reduce
+can take: a packet's way and a ring's bytes, headers left out.  With --out DIR each path is written
+to DIR/net_PATH.json: the schema of ringreduce.tools.bench.results with `path`, `line`,
+`congestion`, `busbw_mbit`, for codecs `link_bytes` (of one call, over all links) and the emulator's
+`statistics`.  The exit status is 1 if ours was wrong or could not take part.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def lines_of(case: Case, row: Row, report: Report, at_link: dict[str, float]) ->
         ratio = ""
         if GLOO in row.measurements and key != GLOO:
             ratio = f"{row.measurements[GLOO].median / measurement.median:.2f}"
-        limit = case.limit(row.bytes)
+        limit = 0.0 if key in case.codecs else case.limit(row.bytes)
         over = f"{measurement.median / limit:.2f}" if limit else ""
         wrong = "" if measurement.wrong == 0 and measurement.same_bits else "WRONG"
         cells = (
@@ -239,7 +239,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--line", action="append", default=[], help="measure this line in place of the paths: a "
         "rate, a round trip, a loss, mtu=, bbr or cubic (docs/plan.md); may be repeated"
     )  # fmt: skip
-    parser.add_argument("--hosts", type=int, default=2, help="of --line, with a rank each")
+    parser.add_argument("--hosts", type=int, help="of --line, with a rank each (default: 2)")
     parser.add_argument("--backend", default="ringreduce", help="what is measured as ours")
     parser.add_argument("--compare", default=GLOO, help="backends to compare with")
     parser.add_argument("--sizes", default="", help='"1K,25M", say (default: by path)')
@@ -255,12 +255,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(str(error))
     if unknown := set(options.paths) - set(known):
         parser.error(f"no such path: {', '.join(sorted(unknown))}")
-    if options.hosts < 2:
-        parser.error("a line needs two hosts or more")
+    if options.hosts is not None and (options.hosts < 2 or not options.line):
+        parser.error("--hosts is for --line, and two or more")
     options.cases = [case for case in CASES if case.key in options.paths]
     if options.line:
         try:
-            options.cases = [on_line(text, options.hosts) for text in options.line]
+            options.cases = [on_line(text, options.hosts or 2) for text in options.line]
         except ValueError as error:
             parser.error(str(error))
     return options
