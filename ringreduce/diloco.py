@@ -48,8 +48,8 @@ __all__ = ["DiLoCo"]
 
 MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
-# A parameter begins at a multiple of a codec's block (csrc/kernels/codec.h), so no two share a
-# block.
+# A parameter begins at a multiple of a codec's block (csrc/kernels/codec.h), so no two share one.
+# They do share blocks of the sparse codec, which are larger.
 _BLOCK = 32
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -351,7 +351,10 @@ class DiLoCo:
                 raise TypeError(f"codec is a name or None, not {codec!r}")
             self._share = share_of(codec)
             if self._share is None:
-                extension().coded_bytes(codec, 1)  # ValueError for one that is not known
+                try:
+                    extension().coded_bytes(codec, 1)
+                except ValueError as unknown:
+                    raise ValueError(f'{unknown}; DiLoCo has "topk:SHARE+int2" besides') from None
             else:
                 codec = f"topk:{self._share}+int2"  # as the others would write it
             if codec == "float16" and self._seconds is not None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ringreduce.core.backend import backend_of, extension, ranks_of
 from ringreduce.errors import Error
 
-_NAME = re.compile(r"topk:([^+]*)\+int2")
+_NAME = re.compile(r"topk:([0-9.eE-]+)\+int2")
 _SUM_BYTES = 4  # of a row: the checksum of the code behind it
 
 
@@ -98,7 +98,12 @@ class SparseAverage:
                 continue
             code = row[_SUM_BYTES:]
             if not whole or not extension().sparse_decode_add(self._message, code, self._share):
-                raise Error(f"DiLoCo: the code that came from rank {rank} is damaged", rank=rank)
+                raise Error(
+                    f"DiLoCo: the code that came from rank {rank} is damaged: memory or the network "
+                    "corrupts data.  Other ranks may have applied this round: make a new group, and "
+                    "call sync_from",
+                    rank=rank,
+                )
             taken += 1
         self._message /= taken
 

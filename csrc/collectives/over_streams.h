@@ -120,7 +120,9 @@ class OverStreams {
     if (!options.measures) return false;
     const Transport::Heard& heard = transport.heard();
     const Nanos took = is_late_ ? 0 : now() - std::max(began_, heard.since);
-    return line.end(taken_, took, heard.rate);
+    if (!line.end(taken_, took, heard.rate)) return false;
+    transport.setLineRate(line.rate());
+    return true;
   }
   // Memory until finish(), to send from or to receive into.
   std::byte* scratch(size_t bytes) { return scratch_.take(bytes); }

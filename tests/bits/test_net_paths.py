@@ -138,6 +138,33 @@ def test_short_paths_keep_bbr_where_packets_are_lost(
         assert call.results() == [wanted] * 2
 
 
+def is_paced(me: Rank) -> list[bool]:
+    """Whether this rank's stream is, before it knows the line and afterwards."""
+    from ringreduce import backend_of, extension
+
+    found = []
+    for _ in range(2):
+        dist.all_reduce(torch.ones(1_000_000))
+        (route,) = extension().routes(backend_of(dist.group.WORLD))
+        found.append("paced" in route)
+        for _ in range(6):
+            dist.all_reduce(torch.ones(1_000_000))
+    return found
+
+
+@pytest.mark.parametrize("control", ["reno", "bbr"])
+def test_long_paths_are_paced_once_they_are_full_but_for_bbr(pool: Pool, control: str) -> None:
+    if why := why_not():
+        pytest.skip(why)
+    with Hosts(2, rate_mbit=100, delay_ms=10) as hosts:
+        if control not in hosts[0].sysctl("net.ipv4.tcp_available_congestion_control").split():
+            pytest.skip(f"this kernel has no {control}")
+        for host in hosts.all:
+            host.sysctl("net.ipv4.tcp_congestion_control", control)
+        call = pool.start(is_paced, World(2, "ringreduce", places=hosts.places()), fresh=True)
+        assert call.results() == [[False, control != "bbr"]] * 2
+
+
 def moves(me: Rank) -> list[int]:
     """The bits of calls of all kinds, each of some MB: one by one, asynchronous, coalesced."""
     P = me.world_size

@@ -431,12 +431,20 @@ int initialConnections(Nanos round_trip) {
 
 int ConnectionCount::look(const Sample& sample, bool busy) {
   round_trip_ = sample.round_trip;
+  if (std::exchange(paced_, sample.paced) != sample.paced) {
+    settled_ = false;
+    before_ = 0;
+    lost_ = 0;
+    since_ = sample;
+    if (sample.paced) wanted_ = std::min(wanted_, std::max(least_, kAtFirstWithBbr));
+    return wanted_;
+  }
   if (!busy || sample.connections < wanted_ || since_.time == 0) {
     since_ = sample;
     return wanted_;
   }
   const Nanos measured = sample.time - since_.time;
-  const int first = std::min(sample.bbr ? kAtFirstWithBbr : kAtFirst, most_);
+  const int first = std::min(sample.bbr || sample.paced ? kAtFirstWithBbr : kAtFirst, most_);
   if (isLongPath() && wanted_ < first) {
     since_ = sample;
     return wanted_ = first;
@@ -445,7 +453,8 @@ int ConnectionCount::look(const Sample& sample, bool busy) {
   rate_ = static_cast<double>(sample.sent - since_.sent) / static_cast<double>(measured) * 1e9;
   lost_ += sample.retransmits - since_.retransmits;
   since_ = sample;
-  if (settled_ || wanted_ == most_ || sample.bbr || (!isLongPath() && lost_ == 0)) return wanted_;
+  if (settled_ || wanted_ == most_ || sample.bbr) return wanted_;
+  if (lost_ == 0 && (sample.paced || !isLongPath())) return wanted_;
   if (rate_ < before_ * kWorthwhile) {
     settled_ = true;
     // On a short path surplus connections only cost system calls.  On a long path they do no harm,
@@ -469,6 +478,7 @@ std::string ConnectionCount::why() const {
                      fixedText(static_cast<double>(round_trip_) / kMillisecond, 1) + " ms, " +
                      std::to_string(lost_) + " packets lost, " + fixedText(rate_ * 8e-6, 0) +
                      " Mbit/s";
+  if (paced_) text += ", paced";
   if (no_faster_ > 0) text += "; " + std::to_string(no_faster_) + " were no faster";
   return text;
 }

@@ -239,7 +239,9 @@ class RecvStream {
 // shrinks the window.  So a stream on a long path starts with a few.  BBR sends at the rate that it
 // measures, so those few fill the path.  With any other congestion control, a stream that always
 // had data to send doubles its connections as long as that makes it faster; on a short path it goes
-// back when it did not.
+// back when it did not.  When it is paced it begins anew with a few: packets were lost because it
+// had filled the line, and many slow connections make the end of a message late.  From there on it
+// has more only if packets go on to be lost.
 
 // One connection fills a path with a shorter round trip, if nothing is lost.
 inline constexpr Nanos kLongPath = 2 * kMillisecond;
@@ -249,16 +251,18 @@ int initialConnections(Nanos round_trip);
 
 class ConnectionCount {
  public:
-  ConnectionCount(int least, int most) : most_(most), wanted_(least) {}
+  ConnectionCount(int least, int most) : least_(least), most_(most), wanted_(least) {}
 
   // Totals over the connections of a stream.
   struct Sample {
     Nanos time = 0;
     uint64_t sent = 0;         // bytes, ever
     Nanos round_trip = 0;      // the shortest that was seen, of the fastest connection
+    Nanos present = 0;         // the shortest at present; 0: no bytes are on the way
     uint64_t retransmits = 0;  // packets, ever
     int connections = 0;       // that exist now
     bool bbr = false;          // congestion control that fills the path in spite of loss
+    bool paced = false;        // it does not overfill the line
   };
 
   // Returns how many connections the stream should have.  `busy`: it had more to send than its
@@ -276,9 +280,10 @@ class ConnectionCount {
   std::string why() const;
 
  private:
+  const int least_;
   int most_;
   int wanted_;
-  bool settled_ = false;
+  bool settled_ = false, paced_ = false;
   Sample since_;       // the start of this measurement
   double rate_ = 0;    // bytes a second
   int fewer_ = 0;      // connections before the last doubling,

@@ -37,6 +37,10 @@ struct TcpTransport::State {
         : stream(pool), count(options.min_connections, options.max_connections) {}
     net::SendStream stream;
     net::ConnectionCount count;
+    double pace = 0;            // bytes a second; 0: not limited
+    uint64_t pace_each = 0;     // of each connection,
+    int paced_connections = 0;  // of so many
+    uint64_t paced_operation = 0;
     bool in_memory = false;
     int requested = 0;  // connections, ever
     Nanos next_look = 0;
@@ -99,6 +103,9 @@ struct TcpTransport::State {
   static void limitUnsent(Out& o);
   void dialFailed(int to, const net::ConnectFailure& error);
   void adaptConnections(int to, Out& o);
+  void adaptPace(Out& o, const net::ConnectionCount::Sample& sample);
+  static void setPace(Out& o);
+  int flows();
   bool chooseCongestionControl(Out& o, const net::ConnectionCount::Sample& sample);
   void request(int to, Out& o, int wanted);
   void request(int to, Out& o);
@@ -122,6 +129,7 @@ struct TcpTransport::State {
   WaitGuard& guard;
   const TcpOptions options;
   Patience patience;
+  uint64_t line_rate = 0;  // bytes a second of this host, as calls have measured it; 0: not yet
   net::Pool pool;
   const std::unique_ptr<Neighbours> neighbours;  // null: there are none
   Fd epoll, wakeup;                              // the neighbours' doorbell wakes up too
@@ -189,6 +197,10 @@ net::ConnectionCount::Sample sampleOf(net::SendStream& stream) {
   for (int i = 0; i < stream.connections(); ++i) {
     const Connection& connection = stream.connection(i);
     const tcp_info info = infoOf(connection.socket);
+    if (info.tcpi_unacked > 0) {
+      const Nanos present = static_cast<Nanos>(info.tcpi_rtt) * kMicrosecond;
+      sample.present = sample.present == 0 ? present : std::min(sample.present, present);
+    }
     // The minimum: the smoothed round trip includes the time that our own bytes queue.
     const Nanos round_trip = static_cast<Nanos>(info.tcpi_min_rtt) * kMicrosecond;
     sample.round_trip = i == 0 ? round_trip : std::min(sample.round_trip, round_trip);
@@ -337,16 +349,64 @@ void TcpTransport::State::dialFailed(int to, const net::ConnectFailure& error) {
 // Adapts the number of connections to the stream's speed.
 void TcpTransport::State::adaptConnections(int to, Out& o) {
   if (o.requested == 0) return request(to, o, options.min_connections);
+  if (std::exchange(o.paced_operation, operations) != operations) setPace(o);
   o.busy = o.busy && o.stream.unsent() >= kBacklog;
   if (o.stream.connections() == 0 || now() < o.next_look) return;
   o.next_look = now() + kLookEvery;
   net::ConnectionCount::Sample sample = sampleOf(o.stream);
   if (options.leaves_bbr) sample.bbr = chooseCongestionControl(o, sample);
+  adaptPace(o, sample);
+  sample.paced = o.pace > 0;
   const int wanted = o.count.look(sample, o.busy);
   o.busy = true;
   request(to, o, wanted);
   if (const int before = o.stream.used(); o.stream.use(wanted), o.stream.used() < before)
     limitUnsent(o);
+}
+
+// Bounds the rate of a stream on a long path, so that it does not overfill the line.  BBR does that
+// by itself; other congestion controls send faster until packets are lost, and messages wait behind
+// a full queue.  The kernel paces without privilege and without a qdisc.
+//
+// A queue shows in longer round trips.  While there is one the rate falls, down to what calls have
+// measured of the line; while there is none it rises.  So a stream whose line others fill still
+// sends as fast as it ever did.  As long as there was no queue there is no limit.
+void TcpTransport::State::adaptPace(Out& o, const net::ConnectionCount::Sample& sample) {
+  constexpr Nanos kSystems = 2 * kMillisecond;  // that answer late
+  constexpr double kStep = 0.1;                 // a round trip
+  if (line_rate == 0 || sample.bbr || !o.count.isLongPath()) {
+    o.pace = 0;
+  } else if (sample.present > 0) {
+    const double step = kStep * kLookEvery / static_cast<double>(sample.round_trip);
+    const bool queue = sample.present > sample.round_trip * 5 / 4 + kSystems;
+    const double line = static_cast<double>(line_rate) / flows();
+    if (queue)
+      o.pace = o.pace == 0 ? line : std::max(line, o.pace * (1 - 2 * step));
+    else
+      o.pace *= 1 + step;
+  }
+  setPace(o);
+}
+
+// Connections that have no frame to send leave their part to the others.
+void TcpTransport::State::setPace(Out& o) {
+  const uint64_t frames = std::max<uint64_t>(1, o.stream.unsent() / kMostUnsentFar);
+  const auto senders =
+      std::min<uint64_t>(frames, static_cast<uint64_t>(std::max(1, o.stream.used())));
+  const auto each = static_cast<uint64_t>(o.pace) / senders;
+  if (each == o.pace_each && (each == 0 || o.stream.connections() == o.paced_connections)) return;
+  o.pace_each = each;
+  o.paced_connections = o.stream.connections();
+  const uint64_t most = each == 0 ? ~uint64_t{0} : each;
+  for (int i = 0; i < o.stream.connections(); ++i)
+    setsockopt(o.stream.connection(i).socket.get(), SOL_SOCKET, SO_MAX_PACING_RATE, &most,
+               sizeof most);
+}
+
+// Streams that send on long paths now, at least 1.
+int TcpTransport::State::flows() {
+  const auto sends = [&](int to) { return !out(to).in_memory && out(to).count.isLongPath(); };
+  return std::max(1, static_cast<int>(std::ranges::count_if(sending, sends)));
 }
 
 // Takes another congestion control than BBR on a short path that loses few packets.  Returns
@@ -546,6 +606,10 @@ TcpTransport::TcpTransport(int rank, int size, WaitGuard& guard, net::Dial dial,
                                      std::move(neighbours))) {}
 
 TcpTransport::~TcpTransport() = default;
+
+void TcpTransport::setLineRate(uint64_t rate) {
+  state_->line_rate = rate;
+}
 
 void TcpTransport::setPatience(Patience patience) {
   state_->patience = patience;

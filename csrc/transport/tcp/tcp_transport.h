@@ -60,6 +60,7 @@ class TcpTransport final : public Transport {
 
   bool isAwaited() const override;
   void setPatience(Patience patience) override;
+  void setLineRate(uint64_t rate) override;
   void leave(Nanos longest) override;
   size_t stagingBytes() const override;
   uint64_t bytesSent() const override;
