@@ -99,9 +99,9 @@ class SparseAverage:
             code = row[_SUM_BYTES:]
             if not whole or not extension().sparse_decode_add(self._message, code, self._share):
                 raise Error(
-                    f"DiLoCo: the code that came from rank {rank} is damaged: memory or the network "
-                    "corrupts data.  Other ranks may have applied this round: make a new group, and "
-                    "call sync_from",
+                    f"DiLoCo: the code that came from rank {rank} is damaged: memory or the "
+                    "network corrupts data.  Other ranks may have applied this round: make a new "
+                    "group, and call sync_from",
                     rank=rank,
                 )
             taken += 1
