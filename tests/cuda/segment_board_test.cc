@@ -17,6 +17,7 @@ namespace {
 
 constexpr size_t kBytes = 3 << 20;  // no multiple of a block
 
+const auto kAlways = [] { return true; };
 const StreamUsers kNoUsers = [] { return std::vector<CUstream_st*>(); };
 
 std::shared_ptr<void> own(int device, size_t bytes = kBytes) {
@@ -211,11 +212,11 @@ TEST(a_graph_knows_pieces_before_they_are_mapped_and_no_longer_than_they_are) {
     Expandable memory(device, 4);
     memory.map(0, 4);
     const std::byte* const data = memory.at(1) + 64;
-    const Place place = f.board.find(data, 2 * Expandable::kPiece, true);
+    const Place place = f.board.find(data, 2 * Expandable::kPiece, kAlways);
     f.awaitMapped(place);
     f.everybodyReads(data, place, 1);
     memory.unmap(0, 1);  // not the graph's
-    CHECK(f.board.find(data, 2 * Expandable::kPiece, true) == place);
+    CHECK(f.board.find(data, 2 * Expandable::kPiece, kAlways) == place);
     f.everybodyReads(data, place, 2);
     memory.unmap(3, 1);
     await("it is withdrawn", [&] { return !f.board.isMapped(place); });
@@ -337,7 +338,7 @@ TEST(what_a_graph_uses_stays) {
     if (!f.works()) return;
     std::shared_ptr<void> memory = own(device);
     const std::byte* const data = bytesOf(memory);
-    const Place place = f.board.find(data, 1, true);
+    const Place place = f.board.find(data, 1, kAlways);
     f.awaitMapped(place);
     memory.reset();
     ranks::sleepMs(50);

@@ -332,7 +332,7 @@ Place HostCommunicator::State::placeOf(const void* data, size_t parts, size_t by
   // Peers would add or move elements that are not aligned one at a time.
   const size_t odd = reinterpret_cast<uintptr_t>(data) | (parts > 1 ? bytes : 0);
   if (!board || odd % sizeof(Pack) != 0) return {};
-  return board->find(data, parts * bytes, isCaptured(stream));
+  return board->find(data, parts * bytes, [=] { return isCaptured(stream, false); });
 }
 
 namespace {

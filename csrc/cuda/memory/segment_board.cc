@@ -17,6 +17,7 @@
 #include <array>
 #include <atomic>
 #include <deque>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <optional>
@@ -194,16 +195,17 @@ class SegmentBoard::State {
 
   // --- in users' threads
 
-  Place find(const void* data, size_t bytes, bool is_kept) {
+  Place find(const void* data, size_t bytes, const std::function<bool()>& is_kept) {
     if (!reaches_) return {};
     const std::shared_ptr<OwnSegment> segment = ownSegmentOf(data, bytes);
     if (!segment) return findInRanges(data, bytes, is_kept);
     if (segment->device() != device_) return {};
+    const bool keeps = is_kept && is_kept();
     const std::lock_guard lock(mutex_);
     const auto known = slots_.find(segment->id());
     const Own* const own = known != slots_.end() ? &own_[known->second] : offer(segment);
     if (!own) return {};
-    if (is_kept) segment->keep();
+    if (keeps) segment->keep();
     return {.segment = own->number,
             .offset = static_cast<uint64_t>(static_cast<const std::byte*>(data) - segment->data())};
   }
@@ -289,18 +291,19 @@ class SegmentBoard::State {
 
   Peer& peer(int r) { return peers_[static_cast<size_t>(r)]; }
 
-  Place findInRanges(const void* data, size_t bytes, bool is_kept) {
+  Place findInRanges(const void* data, size_t bytes, const std::function<bool()>& is_kept) {
     if (!finds_pieces_) return {};
     const std::vector<Extent> extents = extentsOf(data, bytes);
     if (extents.empty() || extents.front().device != device_ || bytes > kRangeBytes / 2) return {};
     const auto at = reinterpret_cast<uintptr_t>(data);
     const Addresses tensor{at, at + bytes};
+    const bool keeps = is_kept && is_kept();
     const std::lock_guard lock(mutex_);
     Own* own = rangeOf(tensor, false);
     const bool is_mapped =
         own && areOffered(*own->range, tensor, extents) && own->range->isMapped(tensor);
-    if (!is_mapped && is_kept) own = rangeOf(tensor, true);
-    if (!own) own = offer(nullptr, rangeFor(tensor, extents, is_kept));
+    if (!is_mapped && keeps) own = rangeOf(tensor, true);
+    if (!own) own = offer(nullptr, rangeFor(tensor, extents, keeps));
     if (!own) return {};
     Range& range = *own->range;
     if (!areOffered(range, tensor, extents) &&
@@ -864,7 +867,7 @@ SegmentBoard::~SegmentBoard() {
   closeLater([state = state_] {});
 }
 
-Place SegmentBoard::find(const void* data, size_t bytes, bool is_kept) {
+Place SegmentBoard::find(const void* data, size_t bytes, const std::function<bool()>& is_kept) {
   return state_->find(data, bytes, is_kept);
 }
 bool SegmentBoard::reaches() const {
