@@ -185,7 +185,10 @@ class SegmentBoard::State {
     agreeOnStatus(group, [&] {
       mapper_ = Mapper::ofThisProcess();
       // One is enough: all boards of a process have the same mapper.
-      whenUnmapped([mapper = mapper_] { mapper->wake(); });
+      if (finds_pieces_)
+        whenUnmapped([mapper = std::weak_ptr(mapper_)] {
+          if (const auto still = mapper.lock()) still->wake();
+        });
     });
   }
   bool reaches() const { return reaches_; }
