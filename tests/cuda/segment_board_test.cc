@@ -225,6 +225,25 @@ TEST(a_graph_knows_pieces_before_they_are_mapped_and_no_longer_than_they_are) {
   });
 }
 
+TEST(tensors_all_over_a_large_segment_take_few_places) {
+  run(As::kProcesses, 2, [](Group& group, int device) {
+    Fixture f(group, device);
+    if (!f.works()) return;
+    // Only noted: nothing is there to be handed over.
+    constexpr uintptr_t kBegin = uintptr_t{1} << 46;
+    constexpr size_t kExtent = 20 << 20, kExtents = 3072;
+    for (size_t i = 0; i < kExtents; ++i) {
+      const uintptr_t at = kBegin + i * kExtent;
+      noteMapped(device, at, kExtent);
+      CHECK(f.board.find(reinterpret_cast<const void*>(at), kExtent) == Place{});
+    }
+    const std::shared_ptr<void> memory = own(device);
+    f.awaitMapped(f.board.find(memory.get(), 1));
+    noteUnmapped(kBegin, kExtents * kExtent);
+    group.run({Barrier{}});
+  });
+}
+
 TEST(pieces_of_a_killed_rank_stay_readable) {
   run(As::kProcesses, 3,
       [](Group& group, int device) {

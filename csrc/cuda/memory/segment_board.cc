@@ -50,6 +50,8 @@ constexpr int kRetryMs = 5;
 // Of a range.  Addresses cost little, but a process has only 128 TiB of them, for all its peers,
 // groups and streams.
 constexpr size_t kRangeBytes = size_t{32} << 30;
+// How far it reaches back from the end of the first tensor in it: the rest is for later ones.
+constexpr size_t kBefore = kRangeBytes / 4 * 3;
 // How many pieces a board offers before their peers have answered: each holds a descriptor.
 constexpr size_t kMostOffered = 64;
 
@@ -324,10 +326,10 @@ class SegmentBoard::State {
     const uintptr_t first = extents.front().begin;
     const size_t reach = tensor.end - first;
     Range range{.where = {first, 0}};
-    if (reach > kRangeBytes)
-      range.where.begin = (tensor.end - kRangeBytes / 4 * 3) / kBlockBytes * kBlockBytes;
+    if (reach > kBefore)
+      range.where.begin = (tensor.end - kBefore) / kBlockBytes * kBlockBytes;
     else if (!is_kept)
-      range.where.begin = beginOfRun(first, kRangeBytes - reach);
+      range.where.begin = beginOfRun(first, kBefore - reach);
     range.where.end = range.where.begin + kRangeBytes;
     if (is_kept) {
       range.where.end = std::min(range.where.end, extents.back().end);
