@@ -187,7 +187,8 @@ TEST(tensors_in_pieces_that_cannot_be_handed_over_are_not_found) {
     if (group.rank() == 0)
       await("all are mapped", [&] { return f.board.isMapped(all()); });
     else
-      CHECK(all() == Place{} && find(1) == Place{});
+      CHECK(all() == Place{} && find(1) == Place{} &&
+            f.board.find(memory.at(1), 8, kAlways) == Place{});
     group.run({Barrier{}});
   });
 }
@@ -237,9 +238,15 @@ TEST(tensors_all_over_a_large_segment_take_few_places) {
       noteMapped(device, at, kExtent);
       CHECK(f.board.find(reinterpret_cast<const void*>(at), kExtent) == Place{});
     }
+    // Nor do many graphs take all.
+    for (size_t i = kExtents; i < kExtents + kMostSegments; ++i) {
+      const uintptr_t at = kBegin + i * kExtent;
+      noteMapped(device, at, kExtent);
+      (void)f.board.find(reinterpret_cast<const void*>(at), kExtent, kAlways);
+    }
     const std::shared_ptr<void> memory = own(device);
     f.awaitMapped(f.board.find(memory.get(), 1));
-    noteUnmapped(kBegin, kExtents * kExtent);
+    noteUnmapped(kBegin, (kExtents + kMostSegments) * kExtent);
     group.run({Barrier{}});
   });
 }

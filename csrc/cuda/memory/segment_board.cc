@@ -262,6 +262,14 @@ class SegmentBoard::State {
     bool isMapped(const Addresses& all) const {
       return every(all, [](const Piece& piece) { return piece.isMapped(); });
     }
+    // Whether a piece that is still there, under these addresses, was refused.
+    bool holdsRefused(const Addresses& all) const {
+      return std::ranges::any_of(pieces, [&](const auto& entry) {
+        const Piece& piece = entry.second;
+        return piece.is_refused && piece.where.begin < all.end && all.begin < piece.where.end &&
+               isThere(piece.where.begin, piece.where.end, piece.extent);
+      });
+    }
     // Whether all pieces under these addresses are known, and `is` so.
     template <class F>
     bool every(const Addresses& all, F&& is) const {
@@ -308,7 +316,7 @@ class SegmentBoard::State {
     const bool is_mapped =
         own && areOffered(*own->range, tensor, extents) && own->range->isMapped(tensor);
     if (!is_mapped && keeps) own = rangeOf(tensor, true);
-    if (!own) own = offer(nullptr, rangeFor(tensor, extents, keeps));
+    if (!own && (!keeps || mayKeep(tensor))) own = offer(nullptr, rangeFor(tensor, extents, keeps));
     if (!own) return {};
     Range& range = *own->range;
     if (!areOffered(range, tensor, extents) &&
@@ -345,6 +353,17 @@ class SegmentBoard::State {
           (is_kept ? own.range->kept && own.range->kept->hold(tensor) : !own.range->kept))
         return &own;
     return nullptr;
+  }
+
+  // Whether a range of its own may be of use, and leaves places for other memory.
+  bool mayKeep(const Addresses& tensor) const {
+    size_t kept = 0;
+    for (const Own& own : own_) {
+      if (!own.is_used || !own.range) continue;
+      kept += own.range->kept.has_value();
+      if (own.range->holdsRefused(tensor)) return false;
+    }
+    return kept < kMostSegments / 2;
   }
 
   // Whether what is there now has been offered.
