@@ -69,10 +69,11 @@ struct HostCommunicator::State {
   // The same of a call with parts of `count` elements.
   bool partsAreLocated(size_t count, DType dtype) const;
   // Where a tensor is that peers read or write, of parts of so many bytes; none if it has to be
-  // copied.
-  Place placeOf(const void* data, size_t parts, size_t bytes, cudaStream_t stream);
+  // copied.  `later`: the call's kernels ask again when they run.
+  Place placeOf(const void* data, size_t parts, size_t bytes, cudaStream_t stream,
+                bool later = true);
   // Where this rank's tensors are, for its kernel.
-  Location locationOf(const GpuAllReduce& call, cudaStream_t stream);
+  Location locationOf(const GpuAllReduce& call, cudaStream_t stream, bool later = true);
   Location locationOf(const GpuReduceScatter& call, cudaStream_t stream);
   Location locationOf(const GpuAllGather& call, cudaStream_t stream);
   PartShape shapeOf(const GpuAllReduce& call, Choice choice) const;

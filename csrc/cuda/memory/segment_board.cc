@@ -200,10 +200,11 @@ class SegmentBoard::State {
 
   // --- in users' threads
 
-  Place find(const void* data, size_t bytes, const std::function<bool()>& is_kept) {
+  Place find(const void* data, size_t bytes, const std::function<bool()>& is_kept,
+             bool keeps_pieces) {
     if (!reaches_) return {};
     const std::shared_ptr<OwnSegment> segment = ownSegmentOf(data, bytes);
-    if (!segment) return findInRanges(data, bytes, is_kept);
+    if (!segment) return findInRanges(data, bytes, is_kept, keeps_pieces);
     if (segment->device() != device_) return {};
     const bool keeps = is_kept && is_kept();
     const std::lock_guard lock(mutex_);
@@ -304,13 +305,14 @@ class SegmentBoard::State {
 
   Peer& peer(int r) { return peers_[static_cast<size_t>(r)]; }
 
-  Place findInRanges(const void* data, size_t bytes, const std::function<bool()>& is_kept) {
+  Place findInRanges(const void* data, size_t bytes, const std::function<bool()>& is_kept,
+                     bool keeps_pieces) {
     if (!finds_pieces_) return {};
     const std::vector<Extent> extents = extentsOf(data, bytes);
     if (extents.empty() || extents.front().device != device_ || bytes > kRangeBytes / 2) return {};
     const auto at = reinterpret_cast<uintptr_t>(data);
     const Addresses tensor{at, at + bytes};
-    const bool keeps = is_kept && is_kept();
+    const bool keeps = keeps_pieces && is_kept && is_kept();
     const std::lock_guard lock(mutex_);
     Own* own = rangeOf(tensor, false);
     const bool is_mapped =
@@ -891,8 +893,9 @@ SegmentBoard::~SegmentBoard() {
   closeLater([state = state_] {});
 }
 
-Place SegmentBoard::find(const void* data, size_t bytes, const std::function<bool()>& is_kept) {
-  return state_->find(data, bytes, is_kept);
+Place SegmentBoard::find(const void* data, size_t bytes, const std::function<bool()>& is_kept,
+                         bool keeps_pieces) {
+  return state_->find(data, bytes, is_kept, keeps_pieces);
 }
 bool SegmentBoard::reaches() const {
   return state_->reaches();

@@ -49,8 +49,10 @@ class SegmentBoard {
   // memory that is mapped piece by piece are found once all peers map the pieces.  Neither calls
   // CUDA nor waits.
   // `is_kept`: whether a CUDA graph will have the place; asked only if there is such memory.  The
-  // place is then found before peers map it, and own memory is never given back.
-  Place find(const void* data, size_t bytes, const std::function<bool()>& is_kept = nullptr);
+  // place is then found before peers map it, and own memory is never given back.  Without
+  // `keeps_pieces` that is so for own memory only.
+  Place find(const void* data, size_t bytes, const std::function<bool()>& is_kept = nullptr,
+             bool keeps_pieces = true);
   // Whether own memory is ever found: the same on all ranks.
   bool reaches() const;
   // Whether all peers map it, and the own table says so.
