@@ -336,6 +336,15 @@ TEST(memory_that_is_dropped_before_anybody_knew_of_it_leaves_nothing) {
       const std::shared_ptr<void> memory = own(device);
       await("there is a slot", [&] { return f.board.find(memory.get(), 1).segment != 0; });
     }
+    // So do tensors of graphs in memory that is only noted.
+    uintptr_t at = uintptr_t{1} << 46;
+    for (uint64_t i = 0; i < kMostSegments + 8; ++i, at += kBlockBytes) {
+      noteMapped(device, at, kBlockBytes);
+      await("there is a place", [&] {
+        return f.board.find(reinterpret_cast<const void*>(at), 8, kAlways).segment != 0;
+      });
+      noteUnmapped(at, kBlockBytes);
+    }
     group.run({Barrier{}});
   });
 }

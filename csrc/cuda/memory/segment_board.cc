@@ -472,7 +472,10 @@ class SegmentBoard::State {
         if (is_gone) gone.push_back(piece.id);
         return is_gone;
       });
-      is_over = !is_new && (range.kept ? !gone.empty() : range.pieces.empty() && wanted.empty());
+      // A tensor may have gone before any piece under it was offered.
+      const bool is_known = range.kept ? range.every(*range.kept, [](const Piece&) { return true; })
+                                       : !range.pieces.empty();
+      is_over = !is_new && ((range.kept && !gone.empty()) || (wanted.empty() && !is_known));
       if (is_over) {
         own.range = nullptr;
         own.is_withdrawn = true;
@@ -513,7 +516,7 @@ class SegmentBoard::State {
         return range.wanted.push_back({at, tensor.end});
       }
       const std::vector<Extent> extents = extentsOf(reinterpret_cast<const void*>(at), 1);
-      if (extents.empty()) return;  // unmapped meanwhile
+      if (extents.empty()) return mapper().wake();  // unmapped meanwhile: the range may be over
       const Extent& extent = extents.front();
       Piece piece{.id = ++last_piece_,
                   .where = {std::max(extent.begin, range.where.begin),
