@@ -17,6 +17,7 @@ namespace {
 
 constexpr size_t kBytes = 3 << 20;  // no multiple of a block
 
+const auto kAlways = [] { return true; };
 const StreamUsers kNoUsers = [] { return std::vector<CUstream_st*>(); };
 
 std::shared_ptr<void> own(int device, size_t bytes = kBytes) {
@@ -186,7 +187,8 @@ TEST(tensors_in_pieces_that_cannot_be_handed_over_are_not_found) {
     if (group.rank() == 0)
       await("all are mapped", [&] { return f.board.isMapped(all()); });
     else
-      CHECK(all() == Place{} && find(1) == Place{});
+      CHECK(all() == Place{} && find(1) == Place{} &&
+            f.board.find(memory.at(1), 8, kAlways) == Place{});
     group.run({Barrier{}});
   });
 }
@@ -211,15 +213,40 @@ TEST(a_graph_knows_pieces_before_they_are_mapped_and_no_longer_than_they_are) {
     Expandable memory(device, 4);
     memory.map(0, 4);
     const std::byte* const data = memory.at(1) + 64;
-    const Place place = f.board.find(data, 2 * Expandable::kPiece, true);
+    const Place place = f.board.find(data, 2 * Expandable::kPiece, kAlways);
     f.awaitMapped(place);
     f.everybodyReads(data, place, 1);
     memory.unmap(0, 1);  // not the graph's
-    CHECK(f.board.find(data, 2 * Expandable::kPiece, true) == place);
+    CHECK(f.board.find(data, 2 * Expandable::kPiece, kAlways) == place);
     f.everybodyReads(data, place, 2);
     memory.unmap(3, 1);
     await("it is withdrawn", [&] { return !f.board.isMapped(place); });
     CHECK_EQ(entryOf(f.board, f.stream, group.rank(), place).number, uint64_t{0});
+    group.run({Barrier{}});
+  });
+}
+
+TEST(tensors_all_over_a_large_segment_take_few_places) {
+  run(As::kProcesses, 2, [](Group& group, int device) {
+    Fixture f(group, device);
+    if (!f.works()) return;
+    // Only noted: nothing is there to be handed over.
+    constexpr uintptr_t kBegin = uintptr_t{1} << 46;
+    constexpr size_t kExtent = 20 << 20, kExtents = 3072;
+    for (size_t i = 0; i < kExtents; ++i) {
+      const uintptr_t at = kBegin + i * kExtent;
+      noteMapped(device, at, kExtent);
+      CHECK(f.board.find(reinterpret_cast<const void*>(at), kExtent) == Place{});
+    }
+    // Nor do many graphs take all.
+    for (size_t i = kExtents; i < kExtents + kMostSegments; ++i) {
+      const uintptr_t at = kBegin + i * kExtent;
+      noteMapped(device, at, kExtent);
+      (void)f.board.find(reinterpret_cast<const void*>(at), kExtent, kAlways);
+    }
+    const std::shared_ptr<void> memory = own(device);
+    f.awaitMapped(f.board.find(memory.get(), 1));
+    noteUnmapped(kBegin, (kExtents + kMostSegments) * kExtent);
     group.run({Barrier{}});
   });
 }
@@ -309,6 +336,15 @@ TEST(memory_that_is_dropped_before_anybody_knew_of_it_leaves_nothing) {
       const std::shared_ptr<void> memory = own(device);
       await("there is a slot", [&] { return f.board.find(memory.get(), 1).segment != 0; });
     }
+    // So do tensors of graphs in memory that is only noted.
+    uintptr_t at = uintptr_t{1} << 46;
+    for (uint64_t i = 0; i < kMostSegments + 8; ++i, at += kBlockBytes) {
+      noteMapped(device, at, kBlockBytes);
+      await("there is a place", [&] {
+        return f.board.find(reinterpret_cast<const void*>(at), 8, kAlways).segment != 0;
+      });
+      noteUnmapped(at, kBlockBytes);
+    }
     group.run({Barrier{}});
   });
 }
@@ -337,7 +373,7 @@ TEST(what_a_graph_uses_stays) {
     if (!f.works()) return;
     std::shared_ptr<void> memory = own(device);
     const std::byte* const data = bytesOf(memory);
-    const Place place = f.board.find(data, 1, true);
+    const Place place = f.board.find(data, 1, kAlways);
     f.awaitMapped(place);
     memory.reset();
     ranks::sleepMs(50);

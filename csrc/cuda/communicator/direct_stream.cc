@@ -131,7 +131,7 @@ LookCall HostCommunicator::State::lookCall(const GpuAllReduce& call, const Locat
 void HostCommunicator::State::direct(const GpuAllReduce& call, cudaStream_t stream) {
   const int me = group->rank(), size = group->size();
   const size_t width = sizeOf(call.dtype);
-  Location here = locationOf(call, stream);
+  Location here = locationOf(call, stream, /*later=*/false);
   for (Place* place : {&here.in, &here.out})
     if (place->segment != 0 && !board->isMapped(*place)) *place = {};
   const auto put_all = [&](uint64_t number) {

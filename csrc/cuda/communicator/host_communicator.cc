@@ -328,11 +328,11 @@ bool HostCommunicator::State::partsAreLocated(size_t count, DType dtype) const {
 }
 
 Place HostCommunicator::State::placeOf(const void* data, size_t parts, size_t bytes,
-                                       cudaStream_t stream) {
+                                       cudaStream_t stream, bool later) {
   // Peers would add or move elements that are not aligned one at a time.
   const size_t odd = reinterpret_cast<uintptr_t>(data) | (parts > 1 ? bytes : 0);
   if (!board || odd % sizeof(Pack) != 0) return {};
-  return board->find(data, parts * bytes, isCaptured(stream));
+  return board->find(data, parts * bytes, [=] { return isCaptured(stream, false); }, later);
 }
 
 namespace {
@@ -345,11 +345,12 @@ uint64_t hashOf(std::initializer_list<uint64_t> words) {
 
 }  // namespace
 
-Location HostCommunicator::State::locationOf(const GpuAllReduce& call, cudaStream_t stream) {
+Location HostCommunicator::State::locationOf(const GpuAllReduce& call, cudaStream_t stream,
+                                             bool later) {
   const size_t bytes = call.count * sizeOf(call.dtype);
   // Inputs to be scaled are copied anyway.
-  return {call.op == ReduceOp::kPremulSum ? Place{} : placeOf(call.input, 1, bytes, stream),
-          placeOf(call.output, 1, bytes, stream),
+  return {call.op == ReduceOp::kPremulSum ? Place{} : placeOf(call.input, 1, bytes, stream, later),
+          placeOf(call.output, 1, bytes, stream, later),
           hashOf({call.count, static_cast<uint64_t>(call.dtype), static_cast<uint64_t>(call.op),
                   call.borders})};
 }

@@ -69,10 +69,11 @@ struct HostCommunicator::State {
   // The same of a call with parts of `count` elements.
   bool partsAreLocated(size_t count, DType dtype) const;
   // Where a tensor is that peers read or write, of parts of so many bytes; none if it has to be
-  // copied.
-  Place placeOf(const void* data, size_t parts, size_t bytes, cudaStream_t stream);
+  // copied.  `later`: the call's kernels ask again when they run.
+  Place placeOf(const void* data, size_t parts, size_t bytes, cudaStream_t stream,
+                bool later = true);
   // Where this rank's tensors are, for its kernel.
-  Location locationOf(const GpuAllReduce& call, cudaStream_t stream);
+  Location locationOf(const GpuAllReduce& call, cudaStream_t stream, bool later = true);
   Location locationOf(const GpuReduceScatter& call, cudaStream_t stream);
   Location locationOf(const GpuAllGather& call, cudaStream_t stream);
   PartShape shapeOf(const GpuAllReduce& call, Choice choice) const;
@@ -98,12 +99,12 @@ struct HostCommunicator::State {
   void finishRest(CallEnd& end, cudaStream_t stream);
   // The other ranks wait for the rest of it, and must learn why it does not come.
   [[noreturn]] void giveUp(const Error& why, const Label& label);
-  // Before the watchdog knows of the call: an error counts as yes, and follow() meets it again.
-  static bool isCaptured(cudaStream_t stream) {
+  // Before the watchdog knows of the call: follow() meets an error again.
+  static bool isCaptured(cudaStream_t stream, bool if_unknown) {
     try {
       return captureOf(stream).has_value();
     } catch (const Error&) {
-      return true;
+      return if_unknown;
     }
   }
   // Begins the call, lets put(its number) put it into the stream, behind the one before, and ends
@@ -189,7 +190,7 @@ template <class Put>
 void HostCommunicator::State::dispatch(const Told& told, cudaStream_t stream, Put&& put) {
   const Range range(told.what.kind);
   // Nothing begins while it is captured.
-  const Begun call = begin(told, watchdog->isFollowed() && !isCaptured(stream));
+  const Begun call = begin(told, watchdog->isFollowed() && !isCaptured(stream, true));
   try {
     order.follow(stream);
     if (call.start) call.start->set(order.mark(stream));

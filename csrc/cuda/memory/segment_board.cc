@@ -17,6 +17,7 @@
 #include <array>
 #include <atomic>
 #include <deque>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <optional>
@@ -49,6 +50,8 @@ constexpr int kRetryMs = 5;
 // Of a range.  Addresses cost little, but a process has only 128 TiB of them, for all its peers,
 // groups and streams.
 constexpr size_t kRangeBytes = size_t{32} << 30;
+// How far it reaches back from the end of the first tensor in it: the rest is for later ones.
+constexpr size_t kBefore = kRangeBytes / 4 * 3;
 // How many pieces a board offers before their peers have answered: each holds a descriptor.
 constexpr size_t kMostOffered = 64;
 
@@ -184,7 +187,10 @@ class SegmentBoard::State {
     agreeOnStatus(group, [&] {
       mapper_ = Mapper::ofThisProcess();
       // One is enough: all boards of a process have the same mapper.
-      whenUnmapped([mapper = mapper_] { mapper->wake(); });
+      if (finds_pieces_)
+        whenUnmapped([mapper = std::weak_ptr(mapper_)] {
+          if (const auto still = mapper.lock()) still->wake();
+        });
     });
   }
   bool reaches() const { return reaches_; }
@@ -194,16 +200,18 @@ class SegmentBoard::State {
 
   // --- in users' threads
 
-  Place find(const void* data, size_t bytes, bool is_kept) {
+  Place find(const void* data, size_t bytes, const std::function<bool()>& is_kept,
+             bool keeps_pieces) {
     if (!reaches_) return {};
     const std::shared_ptr<OwnSegment> segment = ownSegmentOf(data, bytes);
-    if (!segment) return findInRanges(data, bytes, is_kept);
+    if (!segment) return findInRanges(data, bytes, is_kept, keeps_pieces);
     if (segment->device() != device_) return {};
+    const bool keeps = is_kept && is_kept();
     const std::lock_guard lock(mutex_);
     const auto known = slots_.find(segment->id());
     const Own* const own = known != slots_.end() ? &own_[known->second] : offer(segment);
     if (!own) return {};
-    if (is_kept) segment->keep();
+    if (keeps) segment->keep();
     return {.segment = own->number,
             .offset = static_cast<uint64_t>(static_cast<const std::byte*>(data) - segment->data())};
   }
@@ -255,6 +263,14 @@ class SegmentBoard::State {
     bool isMapped(const Addresses& all) const {
       return every(all, [](const Piece& piece) { return piece.isMapped(); });
     }
+    // Whether a piece that is still there, under these addresses, was refused.
+    bool holdsRefused(const Addresses& all) const {
+      return std::ranges::any_of(pieces, [&](const auto& entry) {
+        const Piece& piece = entry.second;
+        return piece.is_refused && piece.where.begin < all.end && all.begin < piece.where.end &&
+               isThere(piece.where.begin, piece.where.end, piece.extent);
+      });
+    }
     // Whether all pieces under these addresses are known, and `is` so.
     template <class F>
     bool every(const Addresses& all, F&& is) const {
@@ -289,18 +305,20 @@ class SegmentBoard::State {
 
   Peer& peer(int r) { return peers_[static_cast<size_t>(r)]; }
 
-  Place findInRanges(const void* data, size_t bytes, bool is_kept) {
+  Place findInRanges(const void* data, size_t bytes, const std::function<bool()>& is_kept,
+                     bool keeps_pieces) {
     if (!finds_pieces_) return {};
     const std::vector<Extent> extents = extentsOf(data, bytes);
     if (extents.empty() || extents.front().device != device_ || bytes > kRangeBytes / 2) return {};
     const auto at = reinterpret_cast<uintptr_t>(data);
     const Addresses tensor{at, at + bytes};
+    const bool keeps = keeps_pieces && is_kept && is_kept();
     const std::lock_guard lock(mutex_);
     Own* own = rangeOf(tensor, false);
     const bool is_mapped =
         own && areOffered(*own->range, tensor, extents) && own->range->isMapped(tensor);
-    if (!is_mapped && is_kept) own = rangeOf(tensor, true);
-    if (!own) own = offer(nullptr, rangeFor(tensor, extents, is_kept));
+    if (!is_mapped && keeps) own = rangeOf(tensor, true);
+    if (!own && (!keeps || mayKeep(tensor))) own = offer(nullptr, rangeFor(tensor, extents, keeps));
     if (!own) return {};
     Range& range = *own->range;
     if (!areOffered(range, tensor, extents) &&
@@ -318,10 +336,10 @@ class SegmentBoard::State {
     const uintptr_t first = extents.front().begin;
     const size_t reach = tensor.end - first;
     Range range{.where = {first, 0}};
-    if (reach > kRangeBytes)
-      range.where.begin = (tensor.end - kRangeBytes / 4 * 3) / kBlockBytes * kBlockBytes;
+    if (reach > kBefore)
+      range.where.begin = (tensor.end - kBefore) / kBlockBytes * kBlockBytes;
     else if (!is_kept)
-      range.where.begin = beginOfRun(first, kRangeBytes - reach);
+      range.where.begin = beginOfRun(first, kBefore - reach);
     range.where.end = range.where.begin + kRangeBytes;
     if (is_kept) {
       range.where.end = std::min(range.where.end, extents.back().end);
@@ -337,6 +355,17 @@ class SegmentBoard::State {
           (is_kept ? own.range->kept && own.range->kept->hold(tensor) : !own.range->kept))
         return &own;
     return nullptr;
+  }
+
+  // Whether a range of its own may be of use, and leaves places for other memory.
+  bool mayKeep(const Addresses& tensor) const {
+    size_t kept = 0;
+    for (const Own& own : own_) {
+      if (!own.is_used || !own.range) continue;
+      kept += own.range->kept.has_value();
+      if (own.range->holdsRefused(tensor)) return false;
+    }
+    return kept < kMostSegments / 2;
   }
 
   // Whether what is there now has been offered.
@@ -443,7 +472,10 @@ class SegmentBoard::State {
         if (is_gone) gone.push_back(piece.id);
         return is_gone;
       });
-      is_over = !is_new && (range.kept ? !gone.empty() : range.pieces.empty() && wanted.empty());
+      // A tensor may have gone before any piece under it was offered.
+      const bool is_known = range.kept ? range.every(*range.kept, [](const Piece&) { return true; })
+                                       : !range.pieces.empty();
+      is_over = !is_new && ((range.kept && !gone.empty()) || (wanted.empty() && !is_known));
       if (is_over) {
         own.range = nullptr;
         own.is_withdrawn = true;
@@ -484,7 +516,7 @@ class SegmentBoard::State {
         return range.wanted.push_back({at, tensor.end});
       }
       const std::vector<Extent> extents = extentsOf(reinterpret_cast<const void*>(at), 1);
-      if (extents.empty()) return;  // unmapped meanwhile
+      if (extents.empty()) return mapper().wake();  // unmapped meanwhile: the range may be over
       const Extent& extent = extents.front();
       Piece piece{.id = ++last_piece_,
                   .where = {std::max(extent.begin, range.where.begin),
@@ -864,8 +896,9 @@ SegmentBoard::~SegmentBoard() {
   closeLater([state = state_] {});
 }
 
-Place SegmentBoard::find(const void* data, size_t bytes, bool is_kept) {
-  return state_->find(data, bytes, is_kept);
+Place SegmentBoard::find(const void* data, size_t bytes, const std::function<bool()>& is_kept,
+                         bool keeps_pieces) {
+  return state_->find(data, bytes, is_kept, keeps_pieces);
 }
 bool SegmentBoard::reaches() const {
   return state_->reaches();
