@@ -374,16 +374,17 @@ void TcpTransport::State::adaptConnections(int to, Out& o) {
 void TcpTransport::State::adaptPace(Out& o, const net::ConnectionCount::Sample& sample) {
   constexpr Nanos kSystems = 2 * kMillisecond;  // that answer late
   constexpr double kStep = 0.1;                 // a round trip
+  constexpr double kMost = 16;                  // times the line: no limit any more
   if (line_rate == 0 || sample.bbr || !o.count.isLongPath()) {
     o.pace = 0;
-  } else if (sample.present > 0) {
+  } else if (sample.present > 0 && sample.round_trip > 0) {
     const double step = kStep * kLookEvery / static_cast<double>(sample.round_trip);
     const bool queue = sample.present > sample.round_trip * 5 / 4 + kSystems;
     const double line = static_cast<double>(line_rate) / flows();
     if (queue)
       o.pace = o.pace == 0 ? line : std::max(line, o.pace * (1 - 2 * step));
     else
-      o.pace *= 1 + step;
+      o.pace = std::min(o.pace * (1 + step), kMost * line);
   }
   setPace(o);
 }
