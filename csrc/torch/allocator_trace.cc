@@ -33,13 +33,16 @@ bool followFromNow() {
         ": only the native one has expandable segments");
     return true;
   }
-  caching::attachAllocatorTraceTracker(noteEntry);
+  // Once, also where the rest throws and is tried again: it cannot be detached.
+  static const bool attached = (caching::attachAllocatorTraceTracker(noteEntry), true);
+  (void)attached;
   std::vector<cuda::Extent> mapped;
   uint64_t notes = 0;
   do {
     notes = cuda::notesSoFar();
     mapped.clear();
-    for (const auto& segment : caching::snapshot().segments)
+    for (const auto& segment :
+         caching::snapshot(/*mempool_id=*/{0, 0}, /*include_traces=*/false).segments)
       if (segment.is_expandable)
         mapped.push_back({.begin = segment.address,
                           .end = segment.address + segment.total_size,

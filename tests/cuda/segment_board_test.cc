@@ -178,6 +178,7 @@ TEST(tensors_in_pieces_that_cannot_be_handed_over_are_not_found) {
     memory.map(0, 1);
     memory.map(1, 1, /*exportable=*/group.rank() == 0);
     memory.map(2, 1);
+    noteMapped(device, reinterpret_cast<uintptr_t>(memory.at(0)), 3 * Expandable::kPiece);
     const auto find = [&](size_t piece) { return f.board.find(memory.at(piece), 2 * 8); };
     await("its neighbours are mapped", [&] {
       (void)find(1);

@@ -341,7 +341,12 @@ PieceInPlace exportMapped(int device, const std::byte* at, const std::byte* firs
   const auto unit = static_cast<ptrdiff_t>(exportGranularity(device));
   const Physical physical = Physical::at(device, at);
   const auto isOfIt = [&](const std::byte* other) {
-    return Physical::at(device, other).handle() == physical.handle();
+    try {
+      return Physical::at(device, other).handle() == physical.handle();
+    } catch (const CudaError& error) {
+      if (error.code() != CUDA_ERROR_INVALID_VALUE) throw;
+      return false;  // its allocator has just unmapped it, which it does with whole pieces
+    }
   };
   const std::byte* begin = at - reinterpret_cast<uintptr_t>(at) % static_cast<uintptr_t>(unit);
   const std::byte* end = begin + unit;

@@ -18,6 +18,7 @@
 #include <atomic>
 #include <deque>
 #include <functional>
+#include <iterator>
 #include <map>
 #include <mutex>
 #include <optional>
@@ -536,9 +537,14 @@ class SegmentBoard::State {
         message.bytes = piece.where.end - piece.where.begin;
         message.fd = std::make_shared<const Fd>(std::move(found.piece.fd));
       } catch (const CudaError& error) {
+        // A part was unmapped meanwhile: it goes by what there is now.
+        if (!isThere(extent.begin, extent.end, extent.number)) continue;
+        // Of others nothing is known.
+        const uintptr_t block = at / kBlockBytes * kBlockBytes;
+        piece.where = {std::max(piece.where.begin, block),
+                       std::min(piece.where.end, block + kBlockBytes)};
         piece.is_refused = true;
-        if (isThere(piece.where.begin, piece.where.end, piece.extent) &&
-            !std::exchange(told_not_exported_, true))
+        if (!std::exchange(told_not_exported_, true))
           log("rank " + peer(rank_).name + " of group '" + name_ +
               "' cannot offer memory to other ranks, so calls on tensors there copy them: " +
               error.what());
@@ -552,6 +558,10 @@ class SegmentBoard::State {
       else
         ++offered;
       const std::lock_guard lock(mutex_);
+      // Blocks of it were refused for a reason that has passed.
+      for (auto next = range.pieces.lower_bound(piece.where.begin);
+           next != range.pieces.end() && next->first < piece.where.end;)
+        next = next->second.is_refused ? range.pieces.erase(next) : std::next(next);
       range.pieces.emplace(piece.where.begin, piece);
       if (!piece.is_refused) sendAll(message);
     }
