@@ -54,8 +54,8 @@ inline void streamBytes(void* dst, const void* src, size_t bytes) {
 #endif
 }
 
-// Follows streamBytes before other threads are told of the bytes.  Once for all tiles: a fence waits
-// until all stores have reached memory.
+// Follows streamBytes before other threads are told of the bytes.  Once for all tiles: a fence
+// waits until all stores have reached memory.
 inline void streamFence() {
 #if defined(__x86_64__)
   _mm_sfence();
