@@ -51,8 +51,9 @@ def sparse(share: float, x: Tensor) -> Tensor:
 
         above = sizes > (mean(sizes) if sizes.min() > 0 else 0.0)
         for part in (above, ~above):
-            scale = torch.tensor(mean(sizes[part]), dtype=torch.float64).float().bfloat16().float()
-            scale = torch.where(scale > 0, scale.clamp_min(2.0**-126), 0)
+            exact = torch.tensor(mean(sizes[part]), dtype=torch.float64).float()
+            scale = exact.bfloat16().float().clamp(2.0**-126, torch.finfo(torch.bfloat16).max)
+            scale = torch.where(exact > 0, scale, 0)
             place[kept[part]] = torch.copysign(scale, values[kept[part]])
     return result
 

@@ -8,6 +8,7 @@ import re
 import socket
 import struct
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from pool import Pool, Rank, World
 
 ELEMENTS = 2_000_000
 CALLS = 4
+LINE_BYTES = 12_500_000  # a second
 
 
 def reduce_some(me: Rank) -> float:
@@ -99,11 +101,8 @@ def test_a_line_says_which_interface_and_why(variables: dict[str, str], reason: 
                 assert bool(logged) == (bool(level) and outcome.rank == 0)
 
 
-def congestion_controls(me: Rank) -> set[str]:
-    """Those of this rank's connections that have sent data."""
-    for _ in range(8):
-        dist.all_reduce(torch.ones(1_000_000))
-    found = set()
+def busy_sockets(least: int) -> Iterator[socket.socket]:
+    """This process's connections whose peers have acknowledged so many bytes."""
     for path in Path("/proc/self/fd").iterdir():
         if not path.is_socket():
             continue
@@ -112,10 +111,19 @@ def congestion_controls(me: Rank) -> set[str]:
                 continue
             info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 128)
             (acknowledged,) = struct.unpack_from("Q", info, 120)  # tcpi_bytes_acked
-            if acknowledged > 1_000_000:
-                control = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
-                found.add(control.rstrip(b"\0").decode())
-    return found
+            if acknowledged > least:
+                yield one
+
+
+def congestion_controls(me: Rank) -> set[str]:
+    """Those of this rank's connections that have sent data."""
+    for _ in range(8):
+        dist.all_reduce(torch.ones(1_000_000))
+    controls = (
+        one.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+        for one in busy_sockets(1_000_000)
+    )
+    return {control.rstrip(b"\0").decode() for control in controls}
 
 
 @pytest.mark.parametrize(
@@ -138,17 +146,18 @@ def test_short_paths_keep_bbr_where_packets_are_lost(
         assert call.results() == [wanted] * 2
 
 
-def is_paced(me: Rank) -> list[bool]:
-    """Whether this rank's stream is, before it knows the line and afterwards."""
-    from ringreduce import backend_of, extension
-
+def are_paced(me: Rank) -> list[set[bool]]:
+    """Whether this rank's connections are, before it knows the line and afterwards."""
+    so_max_pacing_rate = 47
     found = []
-    for _ in range(2):
-        dist.all_reduce(torch.ones(1_000_000))
-        (route,) = extension().routes(backend_of(dist.group.WORLD))
-        found.append("paced" in route)
-        for _ in range(6):
+    for calls in (1, 12):
+        for _ in range(calls):
             dist.all_reduce(torch.ones(1_000_000))
+        rates = (
+            struct.unpack("Q", one.getsockopt(socket.SOL_SOCKET, so_max_pacing_rate, 8))[0]
+            for one in busy_sockets(100_000)
+        )
+        found.append({rate < 16 * LINE_BYTES for rate in rates})
     return found
 
 
@@ -156,13 +165,13 @@ def is_paced(me: Rank) -> list[bool]:
 def test_long_paths_are_paced_once_they_are_full_but_for_bbr(pool: Pool, control: str) -> None:
     if why := why_not():
         pytest.skip(why)
-    with Hosts(2, rate_mbit=100, delay_ms=10) as hosts:
+    with Hosts(2, rate_mbit=8e-6 * LINE_BYTES, delay_ms=10) as hosts:
         if control not in hosts[0].sysctl("net.ipv4.tcp_available_congestion_control").split():
             pytest.skip(f"this kernel has no {control}")
         for host in hosts.all:
             host.sysctl("net.ipv4.tcp_congestion_control", control)
-        call = pool.start(is_paced, World(2, "ringreduce", places=hosts.places()), fresh=True)
-        assert call.results() == [[False, control != "bbr"]] * 2
+        call = pool.start(are_paced, World(2, "ringreduce", places=hosts.places()), fresh=True)
+        assert call.results() == [[{False}, {control != "bbr"}]] * 2
 
 
 def moves(me: Rank) -> list[int]:

@@ -63,8 +63,9 @@ struct ExportedPiece {
 };
 MemoryPtr mapExported(int device, std::span<const ExportedPiece> pieces, size_t alignment = 0);
 
-// The piece of such memory that is mapped here at `at`, whoever has made it.  All between `first`
-// and `last` is mapped, each piece whole.  Throws CudaError if it cannot be handed over.
+// Exports the piece that this process has mapped at `at`; any allocator may have mapped it.  The
+// addresses from `first` to `last` hold whole pieces, without a gap.  Throws CudaError if the piece
+// cannot be exported.
 struct PieceInPlace {
   const std::byte* begin;
   ExportedPiece piece;

@@ -258,7 +258,7 @@ class ConnectionCount {
     Nanos time = 0;
     uint64_t sent = 0;         // bytes, ever
     Nanos round_trip = 0;      // the shortest that was seen, of the fastest connection
-    Nanos present = 0;         // the shortest at present; 0: no bytes are on the way
+    Nanos smoothed = 0;        // TCP's smoothed one, of connections that await acknowledgements
     uint64_t retransmits = 0;  // packets, ever
     int connections = 0;       // that exist now
     bool bbr = false;          // congestion control that fills the path in spite of loss

@@ -198,8 +198,8 @@ net::ConnectionCount::Sample sampleOf(net::SendStream& stream) {
     const Connection& connection = stream.connection(i);
     const tcp_info info = infoOf(connection.socket);
     if (info.tcpi_unacked > 0) {
-      const Nanos present = static_cast<Nanos>(info.tcpi_rtt) * kMicrosecond;
-      sample.present = sample.present == 0 ? present : std::min(sample.present, present);
+      const Nanos smoothed = static_cast<Nanos>(info.tcpi_rtt) * kMicrosecond;
+      sample.smoothed = sample.smoothed == 0 ? smoothed : std::min(sample.smoothed, smoothed);
     }
     // The minimum: the smoothed round trip includes the time that our own bytes queue.
     const Nanos round_trip = static_cast<Nanos>(info.tcpi_min_rtt) * kMicrosecond;
@@ -368,18 +368,18 @@ void TcpTransport::State::adaptConnections(int to, Out& o) {
 // by itself; other congestion controls send faster until packets are lost, and messages wait behind
 // a full queue.  The kernel paces without privilege and without a qdisc.
 //
-// A queue shows in longer round trips.  While there is one the rate falls, down to what calls have
-// measured of the line; while there is none it rises.  So a stream whose line others fill still
-// sends as fast as it ever did.  As long as there was no queue there is no limit.
+// A queue makes round trips longer.  There is no limit until a stream sees its first queue.  From
+// then on the rate falls while there is a queue, and rises while there is none.  It never falls
+// below the rate that calls have measured, so other traffic in the queue does not stop the stream.
 void TcpTransport::State::adaptPace(Out& o, const net::ConnectionCount::Sample& sample) {
   constexpr Nanos kSystems = 2 * kMillisecond;  // that answer late
   constexpr double kStep = 0.1;                 // a round trip
   constexpr double kMost = 16;                  // times the line: no limit any more
   if (line_rate == 0 || sample.bbr || !o.count.isLongPath()) {
     o.pace = 0;
-  } else if (sample.present > 0 && sample.round_trip > 0) {
+  } else if (sample.smoothed > 0 && sample.round_trip > 0) {
     const double step = kStep * kLookEvery / static_cast<double>(sample.round_trip);
-    const bool queue = sample.present > sample.round_trip * 5 / 4 + kSystems;
+    const bool queue = sample.smoothed > sample.round_trip * 5 / 4 + kSystems;
     const double line = static_cast<double>(line_rate) / flows();
     if (queue)
       o.pace = o.pace == 0 ? line : std::max(line, o.pace * (1 - 2 * step));
