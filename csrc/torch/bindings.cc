@@ -469,9 +469,10 @@ double shareOf(double share) {
 }
 template <class T>
 T* elementsOf(const at::Tensor& tensor, at::ScalarType type) {
-  if (!tensor.device().is_cpu() || tensor.scalar_type() != type || !tensor.is_contiguous())
-    throw py::value_error(std::string("the sparse codec takes contiguous CPU tensors, here of ") +
-                          c10::toString(type));
+  requireDense(tensor, "the sparse codec");
+  if (tensor.scalar_type() != type || !tensor.is_contiguous())
+    refuse("the sparse codec",
+           std::string("takes contiguous tensors, here of ") + c10::toString(type));
   return static_cast<T*>(tensor.data_ptr());
 }
 

@@ -549,8 +549,9 @@ class SegmentBoard::State {
               "' cannot offer memory to other ranks, so calls on tensors there copy them: " +
               error.what());
       }
-      // The extent may have been unmapped before the export.  The allocator notes an unmap before it
-      // maps other memory at the same addresses, so if the extent is still known, it was exported.
+      // The extent may have been unmapped before the export.  The allocator notes an unmap before
+      // it maps other memory at the same addresses, so if the extent is still known, it was
+      // exported.
       if (!isThere(piece.where.begin, piece.where.end, piece.extent)) return;
       at = piece.where.end;
       if (piece.is_refused)
