@@ -329,6 +329,7 @@ tsan: build/tsan/.built
 
 # Tests of protocols must fail with one memory order weakened, or one step left out.
 mutants: build/tsan/.built
+	$(BIN)/cmake --build build/tsan --target device_protocol_mutants
 	tests/cpp/run_mutants.sh build/tsan
 
 .PHONY: build/tsan/.built

@@ -17,7 +17,16 @@ import time
 import torch
 import torch.distributed as dist
 from _common import weights_hash
-from train_mlp import LEARNING_RATE, accuracy, batches, load_data, make_model, train_step, wrap
+from train_mlp import (
+    LEARNING_RATE,
+    WIDTH,
+    accuracy,
+    batches,
+    load_data,
+    make_model,
+    train_step,
+    wrap,
+)
 
 
 def main() -> None:
@@ -25,6 +34,7 @@ def main() -> None:
     parser.add_argument("--backend", default="gloo")
     parser.add_argument("--hook", action="store_true")
     parser.add_argument("--no-sync", action="store_true", help="every rank trains for itself")
+    parser.add_argument("--width", type=int, default=WIDTH)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 
@@ -36,7 +46,7 @@ def main() -> None:
         print(json.dumps(value), file=answers, flush=True)
 
     torch.set_num_threads(1)
-    ddp = wrap(make_model(args.seed), args.backend, args.hook)
+    ddp = wrap(make_model(args.seed, args.width), args.backend, args.hook)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=LEARNING_RATE)
     train_set, test_set = load_data(args.seed)
     data = batches(train_set, args.seed)

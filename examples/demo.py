@@ -94,7 +94,7 @@ def train_gpt(labels: dict[str, str], steps: int, out: Path) -> dict[str, Any]:
     return result
 
 
-def train_mlp(contenders: list[Contender], rounds: int, out: Path) -> dict[str, Any]:
+def train_mlp(contenders: list[Contender], width: int, rounds: int, out: Path) -> dict[str, Any]:
     """Trains one MLP per contender, in turns of a few steps; the first one is the base."""
     print(f"\n2. Wide MLP on handwritten digits, {RANKS} ranks, in turns: ", end="")
     print(", ".join(contender.name for contender in contenders), flush=True)
@@ -103,7 +103,7 @@ def train_mlp(contenders: list[Contender], rounds: int, out: Path) -> dict[str, 
     with ExitStack() as stack:
         jobs = {}
         for c in contenders:
-            command = [str(HERE / "_demo_mlp.py"), *c.arguments]
+            command = [str(HERE / "_demo_mlp.py"), "--width", str(width), *c.arguments]
             job = Job(f"mlp-{c.name}", command, out / "logs", MLP_SECONDS, conversation=True)
             jobs[c.name] = stack.enter_context(job)
 
@@ -159,7 +159,7 @@ def compare(args: argparse.Namespace) -> bool:
     contenders.append(Contender("no-sync", ("--backend", first, "--no-sync")))
 
     gpt = train_gpt(labels, args.gpt_steps, args.out)
-    mlp = train_mlp(contenders, args.mlp_rounds, args.out)
+    mlp = train_mlp(contenders, args.mlp_width, args.mlp_rounds, args.out)
     results = {
         "machine": machine(),
         "seconds": time.monotonic() - began,
@@ -185,6 +185,7 @@ def main() -> int:
     parser.add_argument(
         "--mlp-rounds", type=int, help=f"of {TIMED} timed steps each; default: 4, or 12 with --full"
     )
+    parser.add_argument("--mlp-width", type=int, default=4096, help="of its hidden layers")
     parser.add_argument("--out", type=Path, default=Path("demo-out"))
     args = parser.parse_args()
     args.gpt_steps = args.gpt_steps or (350 if args.full else 100)

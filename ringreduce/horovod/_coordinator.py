@@ -119,6 +119,7 @@ class _Told:
     requests: list[Request]
     joins: bool
     closes: str  # why this rank shuts down, or ""
+    cause: str  # the error before that, or ""
 
 
 class _Join:
@@ -159,6 +160,7 @@ class Coordinator:
         self._unnamed: dict[str, int] = {}  # how many such names there were, by kind
         self._join: _Join | None = None
         self._closing = ""
+        self._cause = ""
         self._failure: Exception | None = None
 
         # Of the thread alone:
@@ -251,10 +253,20 @@ class Coordinator:
         except Error as error:
             raise HorovodInternalError(str(error)) from error
 
-    def ask_to_close(self, why: str) -> None:
-        """Begins to shut down on all ranks, whose pending operations fail."""
+    @property
+    def cause(self) -> str:
+        """The error that ended this coordinator, or that another rank gave for its end; or ""."""
+        with self._changed:
+            return self._cause
+
+    def ask_to_close(self, why: str, cause: str = "") -> None:
+        """Begins to shut down on all ranks, whose pending operations fail.
+
+        `cause`: an error of another coordinator, of which the ranks of this one may not know.
+        """
         with self._changed:
             self._closing = why
+            self._cause = self._cause or cause
             self._changed.notify()
 
     def close(self, why: str, timeout: float) -> bool:
@@ -272,14 +284,15 @@ class Coordinator:
                 continue
             self._end(HorovodInternalError(why))
         except Exception as error:
-            self._end(error)
+            self._end(error, str(error))
             backend = backend_of(self.group)
             if backend and not isinstance(error, Error):
                 backend.abort()  # something is wrong here only, so the others have to be told
 
-    def _end(self, error: Exception) -> None:
+    def _end(self, error: Exception, cause: str = "") -> None:
         with self._changed:
             self._failure = error
+            self._cause = self._cause or cause
             waiting = [*self._pending.values(), *self._submitted]
             join, self._join = self._join, None
         for entry in waiting:
@@ -303,10 +316,9 @@ class Coordinator:
             ready += self._complete()
             self._fruitless = 0 if ready else self._fruitless + 1
             self._perform(ready)
-        except Exception as error:
-            for one in ready:
-                if one.entry:
-                    one.entry.fail(error)
+        except Exception:
+            # They fail with the others: whoever waits for one may shut down, and tells the cause.
+            self._pending |= {one.request.name: one.entry for one in ready if one.entry}
             raise
         self._end_joins()
         return closed
@@ -334,7 +346,8 @@ class Coordinator:
                 self._changed.wait_for(self._is_enough, self._settings.cycle_time)
             fresh, self._submitted = self._submitted, []
             self._submitted_bytes, self._hurried = 0, False
-            told = _Told(self._untold, self._join is not None and not joined, self._closing)
+            joins = self._join is not None and not joined
+            told = _Told(self._untold, joins, self._closing, self._cause)
         self._untold = []
         for entry in fresh:
             self._pending[entry.request.name] = entry
@@ -392,7 +405,10 @@ class Coordinator:
         if not reasons:
             return ""
         who = ", ".join(reasons)
-        return f"the job was shut down: {who}; hvd.shutdown() and hvd.init() begin again"
+        with self._changed:
+            self._cause = next((theirs.cause for theirs in gathered if theirs.cause), "")
+            after = f", after an error: {self._cause}" if self._cause else ""
+        return f"the job was shut down: {who}{after}; hvd.shutdown() and hvd.init() begin again"
 
     def _forget(self, name: str) -> None:
         """Takes a name out of the cache; if it is pending here, its request is told again."""

@@ -332,8 +332,10 @@ def _leave(why: str, seconds: float) -> None:
     if world is None:
         return
     atexit.unregister(_at_exit)
+    # Ranks of one process set may not know what has failed in another.
+    cause = next((one.cause for one in world.coordinators.values() if one.cause), "")
     for coordinator in world.coordinators.values():
-        coordinator.ask_to_close(why)
+        coordinator.ask_to_close(why, cause)
     with contextlib.ExitStack() as stack:
         for coordinator in world.coordinators.values():
             stack.callback(_end, coordinator, world, why, seconds)

@@ -497,6 +497,31 @@ def test_a_killed_rank_is_named(pool: Pool, world: MakeWorld) -> None:
             assert "rank 2 " in line, line
 
 
+def until_another_leaves(me: Rank) -> str:
+    """Rank 0 waits in a set that the lost rank is not in, and rank 1 leaves because of it."""
+    hvd.init()
+    try:
+        pair = hvd.add_process_set([0, 1])
+        handle = hvd.allreduce_async(torch.ones(1), process_set=pair) if me.rank == 0 else None
+        me.tell("ready")
+        if me.rank == 2:
+            time.sleep(100)
+        with pytest.raises(hvd.HorovodInternalError) as caught:
+            hvd.synchronize(handle) if handle is not None else hvd.barrier()
+        return str(caught.value)
+    finally:
+        hvd.shutdown()
+
+
+def test_a_rank_that_leaves_tells_why(pool: Pool, world: MakeWorld) -> None:
+    call = pool.start(until_another_leaves, world(3, 20.0), fresh=True)
+    call.hear_all("ready")
+    call.signal(2, signal.SIGKILL)
+    told = [getattr(outcome, "value", outcome) for outcome in call.outcomes()[:2]]
+    assert all("rank 2 " in str(text) for text in told), told
+    assert "rank 1 called hvd.shutdown() or exited, after an error: " in str(told[0])
+
+
 @pytest.mark.slow
 def test_a_rank_killed_at_a_random_moment() -> None:
     assert all(horovod_programs.kill_one(2 + seed % 3, seed) for seed in range(30))

@@ -76,6 +76,7 @@ def test_baselines_and_exceptions_hold_what_they_should() -> None:
             assert all(gloo[name].outcome == "pass" for name in results.exceptions.EXCEPTIONS)
 
 
+@pytest.mark.nightly
 def test_ranks_that_hang_or_die_fail_their_test(tmp_path: Path) -> None:
     program = tmp_path / "odd_tests.py"
     program.write_text(

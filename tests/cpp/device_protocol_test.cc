@@ -1,6 +1,7 @@
 // The protocol of the GPU's kernels, run by threads of the host (host_block.h): calls of all
 // algorithms one after the other on the same memory, with random delays; waits that never end
-// otherwise; and mutants that must be caught (mutants.h).
+// otherwise; and mutants that must be caught (mutants.h).  Each mutant is a copy of the kernels, so
+// only the program device_protocol_mutants has them.
 #define CHECK_OWN_MAIN
 #include <array>
 #include <atomic>
@@ -158,10 +159,11 @@ constexpr std::array kAll{kOneShot,   kTwoShot,         kRing,    kReduceScatter
 
 // By kernels of a number of ranks, where there are any.
 constexpr std::array kFixed{kOneShot, kTwoShot, kLocated, kReduceScatter, kLocatedScatter, kLL};
-constexpr std::array kInSwitch{kNvls};
 constexpr std::array kLLs{kLL};
 constexpr std::array kLocateds{kLocated, kLocatedScatter, kLocatedGather};
 constexpr std::array kLeavers{kLocated, kLocatedScatter, kLocatedGather, kNvls};
+#ifdef WITH_MUTANTS
+constexpr std::array kInSwitch{kNvls};
 constexpr std::array kOneShots{kOneShot};
 constexpr std::array kTwoShots{kTwoShot};
 constexpr std::array kRings{kRing};
@@ -169,6 +171,7 @@ constexpr std::array kPushes{kOneShot, kTwoShot};
 constexpr std::array kScatters{kReduceScatter};
 constexpr std::array kGathers{kAllGather, kBroadcast};
 constexpr std::array kTwoHopBroadcasts{kTwoHopBroadcast};
+#endif
 
 template <size_t n>
 constexpr Compiled compiledFor(const std::array<How, n>& kinds) {
@@ -443,6 +446,7 @@ void leftAlone(const How& how, std::chrono::milliseconds late, std::chrono::mill
 }
 
 const mutants::Mutants kMutants{
+#ifdef WITH_MUTANTS
     {"left_without_a_wait",
      [] { leftAlone<Impatient>(kLocated, {}, std::chrono::milliseconds(600), kFast); }},
     {"left_a_gather_without_a_wait",
@@ -475,6 +479,7 @@ const mutants::Mutants kMutants{
        Barrierless::site = Site::kLeave;
        for (int i = 0; i < 20; ++i) halfAbsent<Barrierless, kOneShots>(kOneShot);
      }},
+#endif
 };
 
 }  // namespace
@@ -567,6 +572,7 @@ TEST(nothing_is_touched_where_calls_or_segments_do_not_fit) {
   }
 }
 
+#ifdef WITH_MUTANTS
 // The numbers of sets that push.h asks for: one less is a mutant.
 TEST(one_shot_needs_two_sets_and_two_shot_three) {
   mixed<Sets<2>, kOneShots>({2, 1, 2}, 40, 0);
@@ -581,6 +587,7 @@ TEST(a_single_lane_needs_no_barrier) {
   without<kPushes>(Site::kPost, {2, 1, 1});
   without<kAll>(Site::kUntil, {2, 1, 1});
 }
+#endif
 
 TEST(who_waits_for_a_rank_that_never_comes_gives_up) {
   everyWay(wholeAbsent<>);

@@ -23,7 +23,7 @@ verdict() { # WORD NAME HOW
   if [ "$1" = ok ]; then passed=$((passed + 1)); else failed=$((failed + 1)); fi
 }
 
-for test in protocol_test device_protocol_test schedule_test; do
+for test in protocol_test device_protocol_mutants schedule_test; do
   program=$build/$test
   mutants=$("$program" --list-mutants) || { echo "$program does not list its mutants"; exit 2; }
   [ -n "$mutants" ] || { echo "$program has no mutants"; exit 2; }

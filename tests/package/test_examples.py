@@ -120,7 +120,8 @@ def test_horovod_script(train: Callable[..., Records], options: tuple[str, ...])
 def test_demo_in_small(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     demo = [sys.executable, str(EXAMPLES / "demo.py"), "--backends", "gloo,gloo"]
-    run([*demo, "--gpt-steps", "3", "--mlp-rounds", "1", "--out", str(tmp_path)], seconds=400)
+    small = ["--gpt-steps", "3", "--mlp-rounds", "1", "--mlp-width", "256"]
+    run([*demo, *small, "--out", str(tmp_path)], seconds=900)
     results = json.loads((tmp_path / "demo.json").read_text())
     for part in ("gpt", "mlp"):
         runs = results[part]["runs"]
@@ -133,7 +134,7 @@ def test_demo_in_small(tmp_path: Path) -> None:
 def test_demo_of_a_lost_rank(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     demo = [sys.executable, str(EXAMPLES / "demo_survive.py"), "--ranks", "3", "--steps", "480"]
-    run([*demo, "--out", str(tmp_path)], seconds=400)
+    run([*demo, "--out", str(tmp_path)], seconds=900)
     results = json.loads((tmp_path / "survive.json").read_text())
     lost, joined = results["lost_in_step"], results["joined_in_step"]
     assert 160 <= lost < 320 < joined < 480

@@ -70,7 +70,7 @@ TEST(each_rank_gets_the_input_of_the_one_before_it) {
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # it compiles the core
 def test_a_new_collective_is_three_files_of_the_core(tmp_path):
     shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
     for name, insertions in SHIFT.items():

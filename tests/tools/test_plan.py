@@ -631,7 +631,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_from_constants_to_a_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     kept, traces = tmp_path / "plan.json", tmp_path / "traces"
     kept.write_text('{"version": 0}')  # of another version: measuring is what helps
