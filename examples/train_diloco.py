@@ -2,7 +2,8 @@
 
     RINGREDUCE_WIRE=tcp torchrun --standalone --nproc-per-node 2 examples/train_diloco.py
 
-Both runs begin at the same weights and see the same text.  It prints the loss on text that training
+With --ways DDP,LocalSGD,DiLoCo it also trains by torch's LocalSGD, which averages parameters.  All
+runs begin at the same weights and see the same text.  It prints the loss on text that training
 never saw, and the bytes that rank 0 has sent to others; with RINGREDUCE_WIRE=tcp ranks of one host
 use sockets, whose bytes are counted.
 """
@@ -17,6 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from _common import weights_hash, write_record
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.algorithms.model_averaging.utils import average_parameters
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 from train_gpt import GPT, held_out_loss, load_text, random_batch, rate_factor, text_loss
@@ -43,7 +46,8 @@ def train(args: argparse.Namespace, way: str, texts: tuple[torch.Tensor, torch.T
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: rate_factor(n, args.steps))
     generator = torch.Generator().manual_seed(args.seed + 1 + dist.get_rank())
     diloco = nullcontext()
-    if way != "DDP":
+    local = PeriodicModelAverager(period=args.sync_every) if way == "LocalSGD" else None
+    if way == "DiLoCo":
         settings: dict[str, Any] = {}
         if args.codec.startswith("topk"):  # SparseLoCo: averages are taken as they are
             settings["outer_optimizer"] = functools.partial(torch.optim.SGD, lr=1.0)
@@ -61,7 +65,11 @@ def train(args: argparse.Namespace, way: str, texts: tuple[torch.Tensor, torch.T
             loss.backward()
             optimizer.step()
             schedule.step()
-    if way != "DDP" and args.steps % args.sync_every:
+            if local:
+                local.average_parameters(gpt.parameters())
+    if local:
+        average_parameters(gpt.parameters(), dist.group.WORLD)
+    elif way == "DiLoCo" and args.steps % args.sync_every:
         diloco.sync()
     seconds = time.perf_counter() - start
     sent = bytes_sent() - before
@@ -75,6 +83,7 @@ def train(args: argparse.Namespace, way: str, texts: tuple[torch.Tensor, torch.T
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--ways", type=lambda text: text.split(","), default=["DDP", "DiLoCo"])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--sync-every", type=int, default=30)
     parser.add_argument("--codec", default="int4", help='int8, ..., or "topk:0.02+int2" (int4)')
@@ -86,19 +95,21 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--record", type=Path, help="folder for one JSON file a rank")
     args = parser.parse_args()
+    if unknown := set(args.ways) - {"DDP", "LocalSGD", "DiLoCo"}:
+        parser.error(f"--ways are some of DDP, LocalSGD, DiLoCo, not {', '.join(unknown)}")
 
     torch.set_num_threads(1)  # ranks share the cores of one host
     dist.init_process_group("ringreduce")
     texts = load_text()
-    runs = {way: train(args, way, texts) for way in ("DDP", "DiLoCo")}
+    runs = {way: train(args, way, texts) for way in args.ways}
     write_record(args.record, {**runs, "steps": args.steps})
     if dist.get_rank() == 0:
-        print(f"{'':<8}{'held-out loss':>14}{'MB sent by rank 0':>20}{'seconds':>10}")
+        first = runs[args.ways[0]]["bytes"]
+        print(f"{'':<8}{'held-out loss':>14}{'MB sent by rank 0':>20}{'x fewer':>9}{'seconds':>10}")
         for way, run in runs.items():
             loss, sent = run["held_out_loss"], run["bytes"] / 1e6
-            print(f"{way:<8}{loss:>14.4f}{sent:>20.2f}{run['seconds']:>10.1f}")
-        if runs["DiLoCo"]["bytes"]:
-            print(f"{runs['DDP']['bytes'] / runs['DiLoCo']['bytes']:.0f} times fewer bytes")
+            fewer = f"{first / run['bytes']:.0f}" if run["bytes"] else "-"
+            print(f"{way:<8}{loss:>14.4f}{sent:>20.2f}{fewer:>9}{run['seconds']:>10.1f}")
     dist.destroy_process_group()
 
 

@@ -1,4 +1,5 @@
-"""Outer steps on a slow line: what share of their time ranks compute, and tokens beside DDP.
+"""Outer steps on a slow line beside DDP and torch's LocalSGD: the share of time that ranks compute,
+tokens, loss and bytes.
 
     python benchmarks/net/diloco.py      # 100 Mbit/s, 50 ms each way, 0.1 % lost, as root
     python benchmarks/net/diloco.py --rounds 1 -- --steps 60 --overlap 0
@@ -26,13 +27,19 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "examples")]
 from hosts import Hosts, HostsError, why_not  # noqa: E402
 from train_gpt import BATCH, CONTEXT  # noqa: E402
 
-WAYS = ("DDP", "DiLoCo")
+WAYS = ("DDP", "LocalSGD", "DiLoCo")
 
 
 def run(hosts: Hosts, program: Sequence[str], timeout: float) -> dict[str, Any]:
-    """What rank 0 recorded of both ways.  Raises HostsError."""
+    """What rank 0 recorded of all ways.  Raises HostsError."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, str(ROOT / "examples/train_diloco.py"), *program]
+        command = [
+            sys.executable,
+            str(ROOT / "examples/train_diloco.py"),
+            *program,
+            "--ways",
+            ",".join(WAYS),
+        ]
         hosts.start([*command, "--record", folder]).outputs(timeout)
         record: dict[str, Any] = json.loads(Path(folder, "rank0.json").read_text())
         return record
@@ -72,15 +79,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     steps = record["steps"]
     print(f"{options.hosts} hosts, {options.rate_mbit:g} Mbit/s, {options.delay_ms:g} ms each way, "
           f"{options.loss:.1%} lost; {steps} steps; {' '.join(program)}")  # fmt: skip
-    print(f"{'':<8}{'seconds':>9}{'from':>9}{'to':>9}{'tokens/s':>10}{'utilisation':>13}")
+    print(f"{'':<8}{'seconds':>9}{'from':>9}{'to':>9}{'tokens/s':>10}{'x DDP':>7}"
+          f"{'utilisation':>13}{'loss':>8}{'MB':>9}")  # fmt: skip
     tokens = BATCH * CONTEXT * options.hosts * steps
     medians = {key: statistics.median(times) for key, times in seconds.items()}
     for way in WAYS:
         times, median = seconds[way, True], medians[way, True]
+        gain, ended = medians["DDP", True] / median, record[way]
         print(f"{way:<8}{median:>9.1f}{min(times):>9.1f}{max(times):>9.1f}"
-              f"{tokens / median:>10.0f}{medians[way, False] / median:>13.1%}")  # fmt: skip
-    gain = medians["DDP", True] / medians["DiLoCo", True]
-    print(f"{gain:.1f} times as many tokens a second")
+              f"{tokens / median:>10.0f}{gain:>7.1f}{medians[way, False] / median:>13.1%}"
+              f"{ended['held_out_loss']:>8.4f}{ended['bytes'] / 1e6:>9.2f}")  # fmt: skip
     return 0
 
 
