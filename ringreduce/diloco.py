@@ -354,7 +354,7 @@ class DiLoCo:
                 try:
                     extension().coded_bytes(codec, 1)
                 except ValueError as unknown:
-                    raise ValueError(f'{unknown}; DiLoCo has "topk:SHARE+int2" besides') from None
+                    raise ValueError(f'{unknown}; DiLoCo also takes "topk:SHARE+int2"') from None
             else:
                 codec = f"topk:{self._share}+int2"  # as the others would write it
             if codec == "float16" and self._seconds is not None:

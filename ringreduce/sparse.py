@@ -38,7 +38,7 @@ def share_of(codec: str) -> float | None:
         share = 0.0
     if not 0 < share <= 1:
         raise ValueError(
-            f'codec "{codec}" cannot be: a sparse codec is "topk:SHARE+int2" with a share above 0 '
+            f'codec "{codec}" is not known: a sparse codec is "topk:SHARE+int2" with a share above 0 '
             'and up to 1, such as "topk:0.02+int2"'
         )
     return share
@@ -105,6 +105,11 @@ class SparseAverage:
                     rank=rank,
                 )
             taken += 1
+        if taken == 0:
+            raise Error(
+                "DiLoCo: the codes of all ranks are damaged: memory or the network corrupts data.  "
+                "Make a new group, and call sync_from"
+            )
         self._message /= taken
 
 

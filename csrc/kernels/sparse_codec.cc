@@ -19,8 +19,8 @@ constexpr uint16_t kGreatestMagnitude = 0x7f7f;  // the last finite bfloat16
 
 // How a block of n elements is laid out behind its scales, in bits.  Indices ascend, and are stored
 // as Elias and Fano did: their lower bits as they are; their upper bits as a row in which the i-th
-// one that is set is at its upper bits + i.  That takes little more than the number of choices
-// asks for, and its size does not depend on the choice.
+// one that is set is at its upper bits + i.  That is close to the least that a set of so many
+// indices needs, and its size does not depend on the indices.
 struct BlockLayout {
   size_t n, kept;
   unsigned lower;  // bits of an index
@@ -38,7 +38,8 @@ struct BlockLayout {
   size_t bytes() const { return kScalesBytes + ceilDiv(end(), 8); }
 };
 
-// Calls visit(first element, layout) for each block until one returns false; whether all did not.
+// Calls visit(first element, layout) for each block until one returns false.  Returns whether none
+// did.
 template <class Visit>
 bool forEachBlock(size_t n, double share, Visit visit) {
   for (size_t first = 0; first < n; first += kSparseBlock)

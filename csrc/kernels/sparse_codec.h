@@ -4,9 +4,9 @@
 // each rank decodes those of all ranks.
 //
 // The coded size depends on the count and the share alone.  Equal values give equal bytes on every
-// machine in the same mode for subnormals: this is plain code, which is compiled once.  What is not
-// moved stays so: a zero decodes as a zero, and finite values as finite ones.  A block with an
-// infinity or a NaN becomes NaN as a whole.
+// machine in the same mode for subnormals: this is plain code, which is compiled once.  A zero
+// decodes as a zero, so a parameter that no rank has moved stays as it is.  Finite values decode as
+// finite ones.  A block with an infinity or a NaN becomes NaN as a whole.
 //
 // A share is above 0, and 1 at most.  Nothing here allocates, blocks or throws.
 #pragma once

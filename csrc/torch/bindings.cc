@@ -464,7 +464,7 @@ c10::intrusive_ptr<c10d::Work> startCompressed(const BackendPtr& backend, const 
 
 double shareOf(double share) {
   if (!(share > 0 && share <= 1))
-    throw py::value_error("a share is above 0, and 1 at most, and not " + std::to_string(share));
+    throw py::value_error("share must be above 0 and at most 1, not " + std::to_string(share));
   return share;
 }
 template <class T>
@@ -472,7 +472,8 @@ T* elementsOf(const at::Tensor& tensor, at::ScalarType type) {
   requireDense(tensor, "the sparse codec");
   if (tensor.scalar_type() != type || !tensor.is_contiguous())
     refuse("the sparse codec",
-           std::string("takes contiguous tensors, here of ") + c10::toString(type));
+           std::string("takes contiguous tensors of ") + c10::toString(type) + " here, not " +
+               (tensor.scalar_type() != type ? c10::toString(tensor.scalar_type()) : "a view"));
   return static_cast<T*>(tensor.data_ptr());
 }
 
@@ -484,9 +485,11 @@ void encodeSparse(const at::Tensor& output, const at::Tensor& input, double shar
   const size_t count = static_cast<size_t>(input.numel());
   if (static_cast<size_t>(output.numel()) != sparseBytes(count, shareOf(share)) ||
       (error && error->numel() != input.numel()))
-    throw py::value_error(
-        "the output has as many bytes as sparse_bytes says, and the error as "
-        "many elements as the input");
+    throw py::value_error("the code of " + std::to_string(count) + " elements has " +
+                          std::to_string(sparseBytes(count, share)) + " bytes, and its error " +
+                          std::to_string(count) + " elements; the output has " +
+                          std::to_string(output.numel()) + ", the error " +
+                          std::to_string(error ? error->numel() : input.numel()));
   const py::gil_scoped_release no_gil;
   sparseEncode(out, lost, in, count, share);
 }

@@ -251,6 +251,8 @@ class Coordinator:
             if backend := backend_of(self.group):
                 extension().check(backend)
         except Error as error:
+            with self._changed:
+                self._cause = self._cause or str(error)
             raise HorovodInternalError(str(error)) from error
 
     @property

@@ -69,7 +69,8 @@ struct HostCommunicator::State {
   // The same of a call with parts of `count` elements.
   bool partsAreLocated(size_t count, DType dtype) const;
   // Where a tensor is that peers read or write, of parts of so many bytes; none if it has to be
-  // copied.  `later`: the call's kernels ask again when they run.
+  // copied.  `later`: the call's kernels look again,
+  // when they run, whether peers map it.
   Place placeOf(const void* data, size_t parts, size_t bytes, cudaStream_t stream,
                 bool later = true);
   // Where this rank's tensors are, for its kernel.
@@ -99,7 +100,8 @@ struct HostCommunicator::State {
   void finishRest(CallEnd& end, cudaStream_t stream);
   // The other ranks wait for the rest of it, and must learn why it does not come.
   [[noreturn]] void giveUp(const Error& why, const Label& label);
-  // Before the watchdog knows of the call: follow() meets an error again.
+  // An error is not told here: the watchdog does not know of the call yet, and follow() meets the
+  // error again.
   static bool isCaptured(cudaStream_t stream, bool if_unknown) {
     try {
       return captureOf(stream).has_value();

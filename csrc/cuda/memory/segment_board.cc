@@ -384,7 +384,8 @@ class SegmentBoard::State {
       if (!std::exchange(told_full_, true))
         log("rank " + peer(rank_).name + " of group '" + name_ + "' has " +
             std::to_string(kMostSegments) +
-            " pieces of memory that other ranks map, and can have no more, so calls on tensors in "
+            " segments of memory that other ranks map, and can have no more, so calls on tensors "
+            "in "
             "others copy them: make fewer and larger ones, or let go of them and of CUDA graphs");
       return nullptr;
     }
@@ -514,7 +515,10 @@ class SegmentBoard::State {
       }
       if (offered >= kMostOffered) {  // goes on when they are answered
         const std::lock_guard lock(mutex_);
-        return range.wanted.push_back({at, tensor.end});
+        const Addresses rest{at, tensor.end};
+        if (std::ranges::none_of(range.wanted, [&](const auto& one) { return one.hold(rest); }))
+          range.wanted.push_back(rest);
+        return;
       }
       const std::vector<Extent> extents = extentsOf(reinterpret_cast<const void*>(at), 1);
       if (extents.empty()) return mapper().wake();  // unmapped meanwhile: the range may be over

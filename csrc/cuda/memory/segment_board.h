@@ -48,9 +48,9 @@ class SegmentBoard {
   // if it was not.  None if it does not, or if kMostSegments segments are on the board.  Bytes in
   // memory that is mapped piece by piece are found once all peers map the pieces.  Neither calls
   // CUDA nor waits.
-  // `is_kept`: whether a CUDA graph will have the place; asked only if there is such memory.  The
-  // place is then found before peers map it, and own memory is never given back.  Without
-  // `keeps_pieces` that is so for own memory only.
+  // `is_kept`: whether a CUDA graph will have the place; asked only if there is such memory.  Own
+  // memory that a graph has is found before peers map it, and is never given back.  Memory that is
+  // mapped piece by piece is found before only with `keeps_pieces`.
   Place find(const void* data, size_t bytes, const std::function<bool()>& is_kept = nullptr,
              bool keeps_pieces = true);
   // Whether own memory is ever found: the same on all ranks.

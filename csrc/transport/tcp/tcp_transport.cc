@@ -129,7 +129,9 @@ struct TcpTransport::State {
   WaitGuard& guard;
   const TcpOptions options;
   Patience patience;
-  uint64_t line_rate = 0;  // bytes a second of this host, as calls have measured it; 0: not yet
+  // Bytes a second of this host, as calls have measured them: the greatest of all rates but for a
+  // single one; 0: there are no two.  And the first.
+  uint64_t line_rate = 0, first_rate = 0;
   net::Pool pool;
   const std::unique_ptr<Neighbours> neighbours;  // null: there are none
   Fd epoll, wakeup;                              // the neighbours' doorbell wakes up too
@@ -201,9 +203,11 @@ net::ConnectionCount::Sample sampleOf(net::SendStream& stream) {
       const Nanos smoothed = static_cast<Nanos>(info.tcpi_rtt) * kMicrosecond;
       sample.smoothed = sample.smoothed == 0 ? smoothed : std::min(sample.smoothed, smoothed);
     }
-    // The minimum: the smoothed round trip includes the time that our own bytes queue.
+    // The minimum: the smoothed round trip includes the time that our own bytes queue.  Not of
+    // connections that are put aside, which would keep that of a route of before.
     const Nanos round_trip = static_cast<Nanos>(info.tcpi_min_rtt) * kMicrosecond;
-    sample.round_trip = i == 0 ? round_trip : std::min(sample.round_trip, round_trip);
+    if (i < stream.used())
+      sample.round_trip = i == 0 ? round_trip : std::min(sample.round_trip, round_trip);
     sample.retransmits += info.tcpi_total_retrans;
     if (i == 0) sample.bbr = isBbr(congestionControlOf(connection.socket));
   }
@@ -369,12 +373,13 @@ void TcpTransport::State::adaptConnections(int to, Out& o) {
 // a full queue.  The kernel paces without privilege and without a qdisc.
 //
 // A queue makes round trips longer.  There is no limit until a stream sees its first queue.  From
-// then on the rate falls while there is a queue, and rises while there is none.  It never falls
-// below the rate that calls have measured, so other traffic in the queue does not stop the stream.
+// then on the rate falls while there is a queue, and rises while there is none.  It is never below
+// the greatest rate that calls have measured, so other traffic in the queue does not stop the
+// stream.  Ranks of a host do not share that rate: if several send at a time, it limits less.
 void TcpTransport::State::adaptPace(Out& o, const net::ConnectionCount::Sample& sample) {
-  constexpr Nanos kSystems = 2 * kMillisecond;  // that answer late
-  constexpr double kStep = 0.1;                 // a round trip
-  constexpr double kMost = 16;                  // times the line: no limit any more
+  constexpr Nanos kSystems = 2 * kMillisecond;  // Systems may answer so late.
+  constexpr double kStep = 0.1;                 // The part by which the rate rises in a round trip.
+  constexpr double kMost = 16;                  // So many times the line is no limit any more.
   if (line_rate == 0 || sample.bbr || !o.count.isLongPath()) {
     o.pace = 0;
   } else if (sample.smoothed > 0 && sample.round_trip > 0) {
@@ -382,9 +387,9 @@ void TcpTransport::State::adaptPace(Out& o, const net::ConnectionCount::Sample& 
     const bool queue = sample.smoothed > sample.round_trip * 5 / 4 + kSystems;
     const double line = static_cast<double>(line_rate) / flows();
     if (queue)
-      o.pace = o.pace == 0 ? line : std::max(line, o.pace * (1 - 2 * step));
-    else
-      o.pace = std::min(o.pace * (1 + step), kMost * line);
+      o.pace = std::max(line, o.pace * (1 - 2 * step));
+    else if (o.pace > 0)  // a call of before may have had more streams, and a lower limit
+      o.pace = std::clamp(o.pace * (1 + step), line, kMost * line);
   }
   setPace(o);
 }
@@ -609,7 +614,13 @@ TcpTransport::TcpTransport(int rank, int size, WaitGuard& guard, net::Dial dial,
 TcpTransport::~TcpTransport() = default;
 
 void TcpTransport::setLineRate(uint64_t rate) {
-  state_->line_rate = rate;
+  // What calls measure while they are paced is at most the pace, so the limit must not follow it
+  // down.  The first rate is of few bytes, and a rank may have paused in them.
+  State& state = *state_;
+  if (state.first_rate == 0)
+    state.first_rate = rate;
+  else
+    state.line_rate = std::max({state.line_rate, state.first_rate, rate});
 }
 
 void TcpTransport::setPatience(Patience patience) {
