@@ -38,8 +38,8 @@ def share_of(codec: str) -> float | None:
         share = 0.0
     if not 0 < share <= 1:
         raise ValueError(
-            f'codec "{codec}" is not known: a sparse codec is "topk:SHARE+int2" with a share above 0 '
-            'and up to 1, such as "topk:0.02+int2"'
+            f'codec "{codec}" is not known: a sparse codec is "topk:SHARE+int2" with a share '
+            'above 0 and up to 1, such as "topk:0.02+int2"'
         )
     return share
 
