@@ -443,21 +443,25 @@ TEST(connections_are_added_where_they_help) {
   for (int i = 0; i < 50; ++i) {
     net::ConnectionCount::Sample one =
         sample(100 * i, 10'000'000 * static_cast<uint64_t>(i), 50, 9, 6);
-    one.paced = i > 25;
+    one.pace = i > 25 ? 1e9 : 0;
     CHECK_EQ(fixed.look(one, true), 6);
   }
-  // One that is paced begins anew with a few, and has more only where packets are lost.
-  net::ConnectionCount paced(4, 64);
+  // One that is paced begins anew with a few, and has more only where packets are lost and it is
+  // slower than its pace.
+  net::ConnectionCount paced(4, 64), fast(4, 64);
   for (int i = 0; i < 60; ++i) {
     const bool is_paced = i >= 10, loses = i < 10 || i >= 40;
     net::ConnectionCount::Sample one =
         sample(250 * i, 1'000'000 * static_cast<uint64_t>(i) * static_cast<uint64_t>(i), 50,
                loses ? static_cast<uint64_t>(i) : 10, 64);
-    one.paced = is_paced;
+    one.pace = is_paced ? 1e9 : 0;
     const int wanted = paced.look(one, true);
+    one.pace = is_paced ? 1e7 : 0;
+    const int wanted_by_fast = fast.look(one, true);
+    if (is_paced) CHECK_EQ(wanted_by_fast, 4);
     if (i == 9) CHECK(wanted > 4);
     if (is_paced && !loses) CHECK_EQ(wanted, 4);
-    if (i == 59) CHECK(wanted > 4);
+    if (i == 59) CHECK_EQ(wanted, 64);
   }
   net::ConnectionCount idle(2, 64);  // what has nothing to send learns nothing
   for (int i = 0; i < 50; ++i) CHECK_EQ(idle.look(sample(100 * i, 0, 50, 9, 2), false), 2);

@@ -422,6 +422,8 @@ namespace {
 // Connections on a long path: slow start needs a round trip for each doubling.  BBR needs fewer.
 constexpr int kAtFirst = 8, kAtFirstWithBbr = 4;
 constexpr double kWorthwhile = 1.15;
+// A stream that reaches this part of its pace has enough connections.
+constexpr double kWell = 0.8;
 
 }  // namespace
 
@@ -431,12 +433,12 @@ int initialConnections(Nanos round_trip) {
 
 int ConnectionCount::look(const Sample& sample, bool busy) {
   round_trip_ = sample.round_trip;
-  if (std::exchange(paced_, sample.paced) != sample.paced) {
+  if (const bool paced = sample.pace > 0; std::exchange(paced_, paced) != paced) {
     settled_ = false;
     before_ = 0;
     lost_ = 0;
     since_ = sample;
-    if (sample.paced) wanted_ = std::min(wanted_, std::max(least_, kAtFirstWithBbr));
+    if (paced) wanted_ = std::min(wanted_, std::max(least_, kAtFirstWithBbr));
     return wanted_;
   }
   if (!busy || sample.connections < wanted_ || since_.time == 0) {
@@ -444,17 +446,21 @@ int ConnectionCount::look(const Sample& sample, bool busy) {
     return wanted_;
   }
   const Nanos measured = sample.time - since_.time;
-  const int first = std::min(sample.bbr || sample.paced ? kAtFirstWithBbr : kAtFirst, most_);
+  const int first = std::min(sample.bbr || paced_ ? kAtFirstWithBbr : kAtFirst, most_);
   if (isLongPath() && wanted_ < first) {
     since_ = sample;
     return wanted_ = first;
   }
   if (measured < std::max<Nanos>(50 * kMillisecond, 4 * round_trip_)) return wanted_;
   rate_ = static_cast<double>(sample.sent - since_.sent) / static_cast<double>(measured) * 1e9;
-  lost_ += sample.retransmits - since_.retransmits;
+  const uint64_t lost = sample.retransmits - since_.retransmits;
+  lost_ += lost;
   since_ = sample;
   if (settled_ || wanted_ == most_ || sample.bbr) return wanted_;
-  if (lost_ == 0 && (sample.paced || !isLongPath())) return wanted_;
+  // The pace tells what the line carries.  A stream that loses packets and is slower needs more.
+  if (paced_ && (lost == 0 || rate_ > kWell * sample.pace)) return wanted_;
+  if (paced_) return wanted_ = std::min(2 * wanted_, most_);
+  if (lost_ == 0 && !isLongPath()) return wanted_;
   if (rate_ < before_ * kWorthwhile) {
     settled_ = true;
     // On a short path surplus connections only cost system calls.  On a long path they do no harm,

@@ -262,7 +262,7 @@ class ConnectionCount {
     uint64_t retransmits = 0;  // packets, ever
     int connections = 0;       // that exist now
     bool bbr = false;          // congestion control that fills the path in spite of loss
-    bool paced = false;        // it does not overfill the line
+    double pace = 0;           // bytes a second, so as not to overfill the line; 0: no limit
   };
 
   // Returns how many connections the stream should have.  `busy`: it had more to send than its

@@ -41,6 +41,9 @@ struct TcpTransport::State {
     uint64_t pace_each = 0;     // of each connection,
     int paced_connections = 0;  // of so many
     uint64_t paced_operation = 0;
+    uint64_t retransmits = 0;  // at the last look
+    Nanos queue_seen = 0;      // when a look saw a queue
+    int losses_alone = 0;      // looks that saw lost packets long after a queue
     bool in_memory = false;
     int requested = 0;  // connections, ever
     Nanos next_look = 0;
@@ -360,7 +363,7 @@ void TcpTransport::State::adaptConnections(int to, Out& o) {
   net::ConnectionCount::Sample sample = sampleOf(o.stream);
   if (options.leaves_bbr) sample.bbr = chooseCongestionControl(o, sample);
   adaptPace(o, sample);
-  sample.paced = o.pace > 0;
+  sample.pace = o.pace;
   const int wanted = o.count.look(sample, o.busy);
   o.busy = true;
   request(to, o, wanted);
@@ -376,15 +379,24 @@ void TcpTransport::State::adaptConnections(int to, Out& o) {
 // then on the rate falls while there is a queue, and rises while there is none.  It is never below
 // the greatest rate that calls have measured, so other traffic in the queue does not stop the
 // stream.  Ranks of a host do not share that rate: if several send at a time, it limits less.
+//
+// A line that loses packets without a queue is not paced: there the windows of many connections
+// limit the rate, and what calls measure is less than the line carries.
 void TcpTransport::State::adaptPace(Out& o, const net::ConnectionCount::Sample& sample) {
   constexpr Nanos kSystems = 2 * kMillisecond;  // Systems may answer so late.
   constexpr double kStep = 0.1;                 // The part by which the rate rises in a round trip.
   constexpr double kMost = 16;                  // So many times the line is no limit any more.
-  if (line_rate == 0 || sample.bbr || !o.count.isLongPath()) {
+  constexpr int kLossy = 3;                     // So many looks with losses without a queue.
+  constexpr Nanos kRepaired = kSecond;          // So long after a queue its losses are repaired.
+  const bool loses = sample.retransmits > std::exchange(o.retransmits, sample.retransmits);
+  const bool queue = sample.smoothed > sample.round_trip * 5 / 4 + kSystems;
+  if (queue) o.queue_seen = sample.time;
+  // A queue that overflows is empty soon, and its packets are sent again later, some by timers.
+  if (loses && sample.time - o.queue_seen > kRepaired) ++o.losses_alone;
+  if (line_rate == 0 || sample.bbr || !o.count.isLongPath() || o.losses_alone >= kLossy) {
     o.pace = 0;
   } else if (sample.smoothed > 0 && sample.round_trip > 0) {
     const double step = kStep * kLookEvery / static_cast<double>(sample.round_trip);
-    const bool queue = sample.smoothed > sample.round_trip * 5 / 4 + kSystems;
     const double line = static_cast<double>(line_rate) / flows();
     if (queue)
       o.pace = std::max(line, o.pace * (1 - 2 * step));
