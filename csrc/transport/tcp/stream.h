@@ -241,7 +241,7 @@ class RecvStream {
 // had data to send doubles its connections as long as that makes it faster; on a short path it goes
 // back when it did not.  When it is paced it begins anew with a few: packets were lost because it
 // had filled the line, and many slow connections make the end of a message late.  From there on it
-// has more only if packets go on to be lost.
+// has more only if packets go on to be lost and it is slower than its pace.
 
 // One connection fills a path with a shorter round trip, if nothing is lost.
 inline constexpr Nanos kLongPath = 2 * kMillisecond;
