@@ -33,14 +33,9 @@ WAYS = ("DDP", "LocalSGD", "DiLoCo")
 def run(hosts: Hosts, program: Sequence[str], timeout: float) -> dict[str, Any]:
     """What rank 0 recorded of all ways.  Raises HostsError."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [
-            sys.executable,
-            str(ROOT / "examples/train_diloco.py"),
-            *program,
-            "--ways",
-            ",".join(WAYS),
-        ]
-        hosts.start([*command, "--record", folder]).outputs(timeout)
+        command = [sys.executable, str(ROOT / "examples/train_diloco.py"), *program]
+        command += ["--ways", ",".join(WAYS), "--record", folder]
+        hosts.start(command).outputs(timeout)
         record: dict[str, Any] = json.loads(Path(folder, "rank0.json").read_text())
         return record
 

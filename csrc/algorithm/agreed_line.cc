@@ -56,7 +56,10 @@ bool AgreedLine::end(const Candidate& taken, Nanos took, uint64_t heard) {
     if (std::ranges::find(heard_of_, false) == heard_of_.end()) {
       tells_ = false;
       is_new = best_ > 0;
-      if (is_new) rate_.store(best_, std::memory_order_relaxed);
+      if (is_new) {
+        if (const uint64_t before = rate(); before > 0) least_ = std::max({least_, before, best_});
+        rate_.store(best_, std::memory_order_relaxed);
+      }
     }
   }
   if (taken.bytes < kLeastBytes) return is_new;

@@ -38,6 +38,10 @@ class AgreedLine {
   // Bytes a second, each way, that a host's line carries; 0: nothing is known yet.  From any
   // thread.
   uint64_t rate() const { return rate_.load(std::memory_order_relaxed); }
+  // What the line carries at least: the greatest of all rates so far; 0 while there is only one,
+  // which is of few bytes, in which a rank may have paused.  Streams are paced by it, and calls of
+  // paced streams measure the pace at most, so it must not follow later rates down.
+  uint64_t least() const { return least_; }
   // What this rank says in the next call; 0: nothing.
   uint64_t says() const { return tells_ ? best_ : 0; }
 
@@ -58,6 +62,7 @@ class AgreedLine {
   const int ranks_;
   const WireCost cost_;
   std::atomic<uint64_t> rate_ = 0;
+  uint64_t least_ = 0;
   double carried_ = 0, until_ = kFirst;  // bytes since the last stretch began, and its length
   uint64_t seen_ = 0;                    // the largest rate of this rank's calls in it
   bool tells_ = false;                   // the ranks tell each other now

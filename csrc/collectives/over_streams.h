@@ -121,7 +121,7 @@ class OverStreams {
     const Transport::Heard& heard = transport.heard();
     const Nanos took = is_late_ ? 0 : now() - std::max(began_, heard.since);
     if (!line.end(taken_, took, heard.rate)) return false;
-    transport.setLineRate(line.rate());
+    transport.setLineRate(line.least());
     return true;
   }
   // Memory until finish(), to send from or to receive into.

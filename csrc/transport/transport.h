@@ -103,7 +103,7 @@ class Transport {
   virtual bool isAwaited() const { return false; }
 
   virtual void setPatience(Patience) {}
-  // Bytes a second that the line of this rank's host carries each way, as calls have measured it.
+  // Bytes a second that the line of this rank's host carries each way at least; 0: not known.
   virtual void setLineRate(uint64_t) {}
   // After the last operation: waits, at most `longest`, until the other ranks' systems have all
   // bytes, and closes this side.

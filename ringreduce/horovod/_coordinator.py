@@ -319,7 +319,8 @@ class Coordinator:
             self._fruitless = 0 if ready else self._fruitless + 1
             self._perform(ready)
         except Exception:
-            # They fail with the others: whoever waits for one may shut down, and tells the cause.
+            # _end fails these operations too, after it has set the cause.  A thread that waits for
+            # one may shut down at once, and then the other ranks must be told the cause.
             self._pending |= {one.request.name: one.entry for one in ready if one.entry}
             raise
         self._end_joins()

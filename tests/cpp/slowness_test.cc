@@ -140,6 +140,21 @@ TEST(calls_tell_the_rate_of_lines_to_all_at_once) {
   }
 }
 
+TEST(what_a_line_carries_at_least_does_not_fall) {
+  AgreedLine line(1, WireCost{});
+  std::vector<uint64_t> least;
+  // Calls of 100, 333, 200 and 500 MB/s, each long enough for a rate, which the next call takes.
+  for (const Nanos per_byte : {10, 3, 5, 2}) {
+    line.end({Algorithm::kRing, 0, 0, 0, 1 << 30}, per_byte << 30, 0);
+    CHECK(line.end({}, 0, 0));
+    least.push_back(line.least());
+  }
+  CHECK_EQ(least[0], 0u);  // of a single one nothing is known
+  CHECK(near(static_cast<double>(least[1]), 1e9 / 3));
+  CHECK_EQ(least[2], least[1]);
+  CHECK(near(static_cast<double>(least[3]), 1e9 / 2));
+}
+
 TEST(what_calls_measure_changes_no_bit) {
   for (const int ranks_on_host : {1, 2, 4})
     for (const Kind kind :

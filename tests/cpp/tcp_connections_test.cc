@@ -396,6 +396,58 @@ TEST(buffers_that_are_not_used_are_given_back) {
   });
 }
 
+// A look at a stream that has sent so many MB.
+net::Pace::Sample lookAt(int i, double smoothed_ms, uint64_t lost, uint64_t mb) {
+  return {.time = kSecond + i * net::kLookEvery,
+          .sent = mb << 20,
+          .round_trip = 50 * kMillisecond,
+          .smoothed = static_cast<Nanos>(smoothed_ms * kMillisecond),
+          .retransmits = lost};
+}
+
+TEST(a_stream_is_paced_from_its_first_queue_on_and_never_below_the_line) {
+  constexpr double kLine = 1e7;
+  net::Pace pace;
+  int i = 0;
+  CHECK_EQ(pace.look(lookAt(++i, 90, 0, 0), 0), 0);      // the line is not known
+  CHECK_EQ(pace.look(lookAt(++i, 51, 0, 0), kLine), 0);  // no queue
+  CHECK_EQ(pace.look(lookAt(++i, 90, 9, 0), kLine), kLine);
+  CHECK_EQ(pace.look(lookAt(++i, 90, 9, 0), kLine),
+           kLine);  // of others: it does not stop the stream
+  const double faster = pace.look(lookAt(++i, 51, 9, 0), kLine);
+  CHECK(faster > kLine && faster < 1.1 * kLine);
+  CHECK_EQ(pace.look(lookAt(++i, 0, 9, 0), kLine), faster);  // nothing is on its way
+  CHECK(pace.look(lookAt(++i, 90, 9, 0), kLine) < faster);
+  // One stream where there were several: at least all of the line, at once.
+  CHECK_EQ(pace.look(lookAt(++i, 51, 9, 0), 7 * kLine), 7 * kLine);
+  for (int n = 0; n < 500; ++n) pace.look(lookAt(++i, 51, 9, 0), kLine);
+  CHECK_EQ(pace.rate(), 16 * kLine);
+  net::Pace::Sample bbr = lookAt(++i, 90, 9, 0), near = bbr;
+  bbr.bbr = true;
+  near.round_trip = kMillisecond;
+  CHECK_EQ(pace.look(bbr, kLine), 0);
+  CHECK_EQ(pace.look(lookAt(++i, 90, 9, 0), kLine), kLine);
+  CHECK_EQ(pace.look(near, kLine), 0);
+}
+
+TEST(a_line_that_loses_packets_without_a_queue_is_not_paced) {
+  constexpr double kLine = 1e7;
+  // Lost packets every 0.2 s: behind a queue; long after one; and so rarely that it means nothing.
+  const auto rateAfter = [](double smoothed_ms, uint64_t mb_a_loss) {
+    net::Pace pace;
+    pace.look(lookAt(0, 90, 0, 0), kLine);
+    uint64_t lost = 0;
+    for (int i = 1; i < 400; ++i) {
+      if (i % 20 == 0) ++lost;
+      pace.look(lookAt(i, i % 50 == 0 ? smoothed_ms : 51, lost, lost * mb_a_loss), kLine);
+    }
+    return pace.rate();
+  };
+  CHECK(rateAfter(90, 1) >= kLine);
+  CHECK_EQ(rateAfter(51, 1), 0);
+  CHECK(rateAfter(51, 40) >= kLine);
+}
+
 TEST(connections_are_added_where_they_help) {
   const auto sample = [](Nanos ms, uint64_t sent, double rtt_ms, uint64_t lost, int connections) {
     return net::ConnectionCount::Sample{.time = 1 + ms * kMillisecond,

@@ -69,8 +69,7 @@ struct HostCommunicator::State {
   // The same of a call with parts of `count` elements.
   bool partsAreLocated(size_t count, DType dtype) const;
   // Where a tensor is that peers read or write, of parts of so many bytes; none if it has to be
-  // copied.  `later`: the call's kernels look again,
-  // when they run, whether peers map it.
+  // copied.  `later`: the call's kernels look again, when they run, whether peers map it.
   Place placeOf(const void* data, size_t parts, size_t bytes, cudaStream_t stream,
                 bool later = true);
   // Where this rank's tensors are, for its kernel.

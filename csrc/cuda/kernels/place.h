@@ -1,9 +1,9 @@
 // Where a tensor lies for the other ranks of a host: in which segment of its rank, and at which
 // offset.
 //
-// A segment is memory that other processes map (memory/segment_board.h).  Its
-// number is never used twice by a rank, so a kernel that knows a number too early or too late finds
-// that it does not know the memory, and never takes other memory for it.
+// A segment is memory that other processes map (memory/segment_board.h).  Its number is never used
+// twice by a rank, so a kernel that knows a number too early or too late finds that it does not
+// know the memory, and never takes other memory for it.
 #pragma once
 
 #include <cstddef>

@@ -384,9 +384,8 @@ class SegmentBoard::State {
       if (!std::exchange(told_full_, true))
         log("rank " + peer(rank_).name + " of group '" + name_ + "' has " +
             std::to_string(kMostSegments) +
-            " segments of memory that other ranks map, and can have no more, so calls on tensors "
-            "in "
-            "others copy them: make fewer and larger ones, or let go of them and of CUDA graphs");
+            " segments of memory that other ranks map, and can have no more, so calls copy tensors "
+            "in others: make fewer and larger ones, or let go of them and of CUDA graphs");
       return nullptr;
     }
     const auto slot = static_cast<uint64_t>(free - own_.begin());

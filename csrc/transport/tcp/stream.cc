@@ -489,4 +489,37 @@ std::string ConnectionCount::why() const {
   return text;
 }
 
+// ---- the rate of a stream on a long path
+
+void Pace::countLosses(const Sample& sample, bool queue) {
+  constexpr int kMany = 3;
+  // A queue that overflows is empty soon, and its packets are sent again later, some by timers.
+  constexpr Nanos kRepaired = kSecond;
+  const bool loses = sample.retransmits > std::exchange(retransmits_, sample.retransmits);
+  if (queue) queue_seen_ = sample.time;
+  if (sample.sent - counted_from_ > kLossBytes) {
+    counted_from_ = sample.sent;
+    losses_alone_ = 0;
+  }
+  if (loses && sample.time - queue_seen_ > kRepaired) ++losses_alone_;
+  is_lossy_ = is_lossy_ || losses_alone_ >= kMany;
+}
+
+double Pace::look(const Sample& sample, double line) {
+  constexpr Nanos kSystems = 2 * kMillisecond;  // systems may answer so late
+  constexpr double kStep = 0.1;                 // the part by which the rate rises in a round trip
+  constexpr double kMost = 16;                  // so many times the line is no limit any more
+  const bool queue = sample.smoothed > sample.round_trip * 5 / 4 + kSystems;
+  countLosses(sample, queue);
+  if (line <= 0 || sample.bbr || is_lossy_ || sample.round_trip <= kLongPath) return rate_ = 0;
+  if (sample.smoothed == 0) return rate_;  // nothing is on its way
+  const double step = kStep * kLookEvery / static_cast<double>(sample.round_trip);
+  // A call of before may have had more streams, and a lower limit.
+  if (queue)
+    rate_ = std::max(line, rate_ * (1 - 2 * step));
+  else if (rate_ > 0)
+    rate_ = std::clamp(rate_ * (1 + step), line, kMost * line);
+  return rate_;
+}
+
 }  // namespace ringreduce::net

@@ -293,6 +293,44 @@ class ConnectionCount {
   uint64_t lost_ = 0;
 };
 
+// ---- the rate of a stream on a long path
+//
+// A stream that overfills a line loses packets, and messages wait behind a full queue.  BBR bounds
+// its rate by itself; other congestion controls send faster until packets are lost.
+//
+// A queue makes round trips longer.  There is no limit until a stream sees its first queue.  From
+// then on the rate falls while there is a queue, and rises while there is none.  It is never below
+// what the line carries at least, so other traffic in the queue does not stop the stream.  Ranks of
+// a host do not share the line's rate: if several send at a time, it limits less.
+//
+// A line that loses packets without a queue is not paced: there the windows of many connections
+// limit the rate, and what calls measure is less than the line carries.
+
+// How often a stream that sends is looked at.
+inline constexpr Nanos kLookEvery = 10 * kMillisecond;
+// Losses are counted over so many bytes.
+inline constexpr uint64_t kLossBytes = 48 << 20;
+
+class Pace {
+ public:
+  using Sample = ConnectionCount::Sample;
+
+  // Returns bytes a second; 0: no limit.  `line`: what the line carries at least for this stream;
+  // 0: not known.
+  double look(const Sample& sample, double line);
+  double rate() const { return rate_; }
+
+ private:
+  void countLosses(const Sample& sample, bool queue);
+
+  double rate_ = 0;
+  uint64_t retransmits_ = 0;   // at the last look
+  Nanos queue_seen_ = 0;       // when a look saw a queue
+  uint64_t counted_from_ = 0;  // bytes that had been sent
+  int losses_alone_ = 0;       // looks since then that saw packets lost and no queue
+  bool is_lossy_ = false;
+};
+
 // The connections that one transport has beyond the first to each rank.  All transports of a
 // process together may have a quarter of its descriptors: the other ranks open as many towards this
 // one, and half is left to the program.

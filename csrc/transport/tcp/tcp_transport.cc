@@ -37,13 +37,10 @@ struct TcpTransport::State {
         : stream(pool), count(options.min_connections, options.max_connections) {}
     net::SendStream stream;
     net::ConnectionCount count;
-    double pace = 0;            // bytes a second; 0: not limited
-    uint64_t pace_each = 0;     // of each connection,
+    net::Pace pace;
+    uint64_t pace_each = 0;     // bytes a second of each connection,
     int paced_connections = 0;  // of so many
     uint64_t paced_operation = 0;
-    uint64_t retransmits = 0;  // at the last look
-    Nanos queue_seen = 0;      // when a look saw a queue
-    int losses_alone = 0;      // looks that saw lost packets long after a queue
     bool in_memory = false;
     int requested = 0;  // connections, ever
     Nanos next_look = 0;
@@ -106,7 +103,6 @@ struct TcpTransport::State {
   static void limitUnsent(Out& o);
   void dialFailed(int to, const net::ConnectFailure& error);
   void adaptConnections(int to, Out& o);
-  void adaptPace(Out& o, const net::ConnectionCount::Sample& sample);
   static void setPace(Out& o);
   int flows();
   bool chooseCongestionControl(Out& o, const net::ConnectionCount::Sample& sample);
@@ -132,9 +128,7 @@ struct TcpTransport::State {
   WaitGuard& guard;
   const TcpOptions options;
   Patience patience;
-  // Bytes a second of this host, as calls have measured them: the greatest of all rates but for a
-  // single one; 0: there are no two.  And the first.
-  uint64_t line_rate = 0, first_rate = 0;
+  uint64_t line_rate = 0;  // bytes a second that this host's line carries at least; 0: not known
   net::Pool pool;
   const std::unique_ptr<Neighbours> neighbours;  // null: there are none
   Fd epoll, wakeup;                              // the neighbours' doorbell wakes up too
@@ -159,12 +153,11 @@ namespace {
 
 // A backlog from which the number of connections is reconsidered.
 constexpr uint64_t kBacklog = 1 << 20;
-constexpr Nanos kLookEvery = 10 * kMillisecond;
 // A look at a line costs about a microsecond a connection.
 constexpr Nanos kLookAtLinesEvery = 20 * kMillisecond;
 // A path is lossy if it loses this many packets within this many bytes.  One or two retransmissions
 // happen without loss, when the receiver computes and reads late.
-constexpr uint64_t kManyLosses = 8, kLossBytes = 48 << 20;
+constexpr uint64_t kManyLosses = 8;
 // Limits of unsent bytes in a socket that shares a stream.  On a short path: enough until this
 // thread is back.  On a long path, where one connection may be far slower than the others: no more
 // than it sends soon, or all would wait for it at the end.
@@ -359,11 +352,11 @@ void TcpTransport::State::adaptConnections(int to, Out& o) {
   if (std::exchange(o.paced_operation, operations) != operations) setPace(o);
   o.busy = o.busy && o.stream.unsent() >= kBacklog;
   if (o.stream.connections() == 0 || now() < o.next_look) return;
-  o.next_look = now() + kLookEvery;
+  o.next_look = now() + net::kLookEvery;
   net::ConnectionCount::Sample sample = sampleOf(o.stream);
   if (options.leaves_bbr) sample.bbr = chooseCongestionControl(o, sample);
-  adaptPace(o, sample);
-  sample.pace = o.pace;
+  sample.pace = o.pace.look(sample, static_cast<double>(line_rate) / flows());
+  setPace(o);
   const int wanted = o.count.look(sample, o.busy);
   o.busy = true;
   request(to, o, wanted);
@@ -371,47 +364,13 @@ void TcpTransport::State::adaptConnections(int to, Out& o) {
     limitUnsent(o);
 }
 
-// Bounds the rate of a stream on a long path, so that it does not overfill the line.  BBR does that
-// by itself; other congestion controls send faster until packets are lost, and messages wait behind
-// a full queue.  The kernel paces without privilege and without a qdisc.
-//
-// A queue makes round trips longer.  There is no limit until a stream sees its first queue.  From
-// then on the rate falls while there is a queue, and rises while there is none.  It is never below
-// the greatest rate that calls have measured, so other traffic in the queue does not stop the
-// stream.  Ranks of a host do not share that rate: if several send at a time, it limits less.
-//
-// A line that loses packets without a queue is not paced: there the windows of many connections
-// limit the rate, and what calls measure is less than the line carries.
-void TcpTransport::State::adaptPace(Out& o, const net::ConnectionCount::Sample& sample) {
-  constexpr Nanos kSystems = 2 * kMillisecond;  // Systems may answer so late.
-  constexpr double kStep = 0.1;                 // The part by which the rate rises in a round trip.
-  constexpr double kMost = 16;                  // So many times the line is no limit any more.
-  constexpr int kLossy = 3;                     // So many looks with losses without a queue.
-  constexpr Nanos kRepaired = kSecond;          // So long after a queue its losses are repaired.
-  const bool loses = sample.retransmits > std::exchange(o.retransmits, sample.retransmits);
-  const bool queue = sample.smoothed > sample.round_trip * 5 / 4 + kSystems;
-  if (queue) o.queue_seen = sample.time;
-  // A queue that overflows is empty soon, and its packets are sent again later, some by timers.
-  if (loses && sample.time - o.queue_seen > kRepaired) ++o.losses_alone;
-  if (line_rate == 0 || sample.bbr || !o.count.isLongPath() || o.losses_alone >= kLossy) {
-    o.pace = 0;
-  } else if (sample.smoothed > 0 && sample.round_trip > 0) {
-    const double step = kStep * kLookEvery / static_cast<double>(sample.round_trip);
-    const double line = static_cast<double>(line_rate) / flows();
-    if (queue)
-      o.pace = std::max(line, o.pace * (1 - 2 * step));
-    else if (o.pace > 0)  // a call of before may have had more streams, and a lower limit
-      o.pace = std::clamp(o.pace * (1 + step), line, kMost * line);
-  }
-  setPace(o);
-}
-
-// Connections that have no frame to send leave their part to the others.
+// The kernel paces without privilege and without a qdisc.  Connections that have no frame to send
+// leave their part to the others.
 void TcpTransport::State::setPace(Out& o) {
   const uint64_t frames = std::max<uint64_t>(1, o.stream.unsent() / kMostUnsentFar);
   const auto senders =
       std::min<uint64_t>(frames, static_cast<uint64_t>(std::max(1, o.stream.used())));
-  const auto each = static_cast<uint64_t>(o.pace) / senders;
+  const auto each = static_cast<uint64_t>(o.pace.rate()) / senders;
   if (each == o.pace_each && (each == 0 || o.stream.connections() == o.paced_connections)) return;
   o.pace_each = each;
   o.paced_connections = o.stream.connections();
@@ -439,7 +398,7 @@ bool TcpTransport::State::chooseCongestionControl(Out& o,
                                                   const net::ConnectionCount::Sample& sample) {
   if (sample.round_trip == 0 || sample.round_trip >= net::kLongPath) return sample.bbr;
   o.is_lossy = o.is_lossy || sample.retransmits >= o.loss_since.retransmits + kManyLosses;
-  if (sample.sent - o.loss_since.sent > kLossBytes) o.loss_since = sample;
+  if (sample.sent - o.loss_since.sent > net::kLossBytes) o.loss_since = sample;
   bool has_bbr = sample.bbr;
   for (int i = 0; i < o.stream.connections(); ++i) {
     const Fd& socket = o.stream.connection(i).socket;
@@ -626,13 +585,7 @@ TcpTransport::TcpTransport(int rank, int size, WaitGuard& guard, net::Dial dial,
 TcpTransport::~TcpTransport() = default;
 
 void TcpTransport::setLineRate(uint64_t rate) {
-  // What calls measure while they are paced is at most the pace, so the limit must not follow it
-  // down.  The first rate is of few bytes, and a rank may have paused in them.
-  State& state = *state_;
-  if (state.first_rate == 0)
-    state.first_rate = rate;
-  else
-    state.line_rate = std::max({state.line_rate, state.first_rate, rate});
+  state_->line_rate = rate;
 }
 
 void TcpTransport::setPatience(Patience patience) {
