@@ -469,9 +469,9 @@ double shareOf(double share) {
 }
 template <class T>
 T* elementsOf(const at::Tensor& tensor, at::ScalarType type) {
-  requireDense(tensor, "the sparse codec");
+  requireDense(tensor, "sparse codec");
   if (tensor.scalar_type() != type || !tensor.is_contiguous())
-    refuse("the sparse codec",
+    refuse("sparse codec",
            std::string("takes contiguous tensors of ") + c10::toString(type) + " here, not " +
                (tensor.scalar_type() != type ? c10::toString(tensor.scalar_type()) : "a view"));
   return static_cast<T*>(tensor.data_ptr());

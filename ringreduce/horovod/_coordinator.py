@@ -30,6 +30,7 @@ import torch.distributed as dist
 
 from ringreduce.core import clock
 from ringreduce.core.backend import backend_of, extension
+from ringreduce.core.words import ranks_text
 from ringreduce.errors import Error
 from ringreduce.horovod._collectives import Piece, Runner, fusion_key
 from ringreduce.horovod._errors import HorovodInternalError
@@ -396,7 +397,7 @@ class Coordinator:
         """Tells the other ranks, and learns what they have to tell; why to shut down, or ""."""
         gathered: list[_Told] = [told] * self._size
         dist.all_gather_object(gathered, told, group=self.group)
-        reasons = []
+        reasons: dict[str, list[int]] = {}
         for rank, theirs in enumerate(gathered):
             for request in theirs.requests:
                 self._table.setdefault(request.name, {})[rank] = request
@@ -404,10 +405,10 @@ class Coordinator:
             if theirs.joins:
                 self._joined.append(rank)
             if theirs.closes:
-                reasons.append(f"rank {self.ranks[rank]} {theirs.closes}")
+                reasons.setdefault(theirs.closes, []).append(self.ranks[rank])
         if not reasons:
             return ""
-        who = ", ".join(reasons)
+        who = ", ".join(f"{ranks_text(ranks)} {why}" for why, ranks in reasons.items())
         with self._changed:
             self._cause = next((theirs.cause for theirs in gathered if theirs.cause), "")
             after = f", after an error: {self._cause}" if self._cause else ""
