@@ -42,8 +42,9 @@ def live_and_die(me: Rank, names: list[str]) -> list[tuple[int, int, list[str]]]
         torch.cuda.synchronize()
         del x
         dist.destroy_process_group()
-        deadline = time.monotonic() + 20  # a thread gives memory back
-        while any("free" in name for name in held()[2]) and time.monotonic() < deadline:
+        deadline = time.monotonic() + 20  # threads unmap memory, and give it back
+        ends = {"ringreduce-map", "ringreduce-free"}
+        while not ends.isdisjoint(held()[2]) and time.monotonic() < deadline:
             time.sleep(0.01)
         seen.append(held())
     return seen
