@@ -44,6 +44,12 @@ def share_of(codec: str) -> float | None:
     return share
 
 
+def bytes_of_code(elements: int, share: float) -> int:
+    """Bytes that a rank sends of a message, with the checksum."""
+    code: int = extension().sparse_bytes(elements, share)
+    return _SUM_BYTES + code
+
+
 class SparseAverage:
     """An average of all ranks' messages, in place, that has begun.
 
@@ -70,7 +76,7 @@ class SparseAverage:
         self._message, self._share = message, share
         self._ranks = ranks_of(group, backend)
         self._goes_on = extension().goes_on(backend)
-        size = _SUM_BYTES + extension().sparse_bytes(message.numel(), share)
+        size = bytes_of_code(message.numel(), share)
         row = torch.empty(size, dtype=torch.uint8, device="cpu")
         extension().sparse_encode(row[_SUM_BYTES:], message, share, error)
         row[:_SUM_BYTES] = torch.frombuffer(bytearray(_checksum(row)), dtype=torch.uint8)

@@ -535,7 +535,9 @@ BAD = [
     ["--collective", "broadcast", "--codec", "int8", "--link", "1Gbit"],
     ["--sync-every", "30"], ["--model", "1M", "--overlap", "2"],
     ["--model", "1M", "--sync-every", "3", "--overlap", "3"],
-    ["--model", "1M", "--sync-every", "0"],
+    ["--model", "1M", "--sync-every", "0"], ["--codec", "int5", "--link", "1Gbit"],
+    ["--codec", "topk:0.02+int2", "--link", "1Gbit"],
+    ["--model", "1M", "--sync-every", "30", "--codec", "topk:2+int2"],
     ["--model", "from:nowhere"], ["check", "nowhere"], ["measure", "--rounds", "0"],
 ]  # fmt: skip
 
@@ -565,6 +567,10 @@ def test_outer_steps_cost_a_round_in_many() -> None:
             found = step.predict_outer(alone, job, few, every, overlap, codec)
             assert found.seconds == pytest.approx(inner + round_ / every)
             assert found.low <= found.seconds <= found.high
+        # Of 4096 elements 82 are sent, in 102 bytes, with a checksum of the whole.
+        codes = few.collective("all_gather", ranks * (4 + math.ceil(1e8 / 4096 * 102)), job).seconds
+        found = step.predict_outer(alone, job, few, 30, 0, "topk:0.02+int2")
+        assert found.seconds == pytest.approx(inner + codes / 30, rel=1e-6)
     uneven = step.described(1e8, 4, 1.0, 0.3)
     waits = [step.predict_outer(uneven, between(4), few, n, n - 1, "int4") for n in (50, 200, 1000)]
     behind = [found.compute - step.predict(uneven, Job(1), few).compute for found in waits]
@@ -578,14 +584,14 @@ def test_a_plan_of_outer_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str
     plan = ["-c", str(kept), "--ranks", "4", "--link", "100Mbit,100ms,bbr", "--model", "100M",
             "--compute", "1s", "--jitter", "0%", "--json"]  # fmt: skip
     times = []
-    for more in ("", "--codec best", "--codec=", "--overlap 2"):
+    for more in ("", "--codec best", "--codec=", "--overlap 2", "--codec topk:0.02+int2"):
         rounds = ["--sync-every", "30", *more.split()]
         assert main([*plan, *rounds]) == 0
         (row,) = json.loads(capsys.readouterr().out)["steps"]
         times.append((row["codec"], row["seconds"]))
-    assert [codec for codec, _ in times] == ["int4", "int4", "", "int4"]
-    int4, best, exact, overlapped = (seconds for _, seconds in times)
-    assert exact > int4 == best > overlapped > 1
+    assert [codec for codec, _ in times] == ["int4", "int4", "", "int4", "topk:0.02+int2"]
+    int4, best, exact, overlapped, sparse = (seconds for _, seconds in times)
+    assert exact > int4 == best > overlapped > 1 and int4 > sparse > 1
     assert main(plan) == 0
     (ddp,) = json.loads(capsys.readouterr().out)["steps"]
     assert ddp["codec"] == "" and ddp["seconds"] > exact

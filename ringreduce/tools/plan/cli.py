@@ -14,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ringreduce.core.backend import extension
+from ringreduce.sparse import share_of
 from ringreduce.tools.bench.machine import describe_machine
 from ringreduce.tools.bench.settings import format_size, parse_sizes
 from ringreduce.tools.bench.summary import format_time
@@ -45,7 +46,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--jitter", help="its standard deviation between ranks and steps (2%%)")
     add("--dtype", choices=["float32", "bfloat16"], help="of the gradients (float32)")
     add("--no-overlap", action="store_true", help="the program waits for each call of a timeline")
-    add("--codec", choices=["", *CODECS, "best"], help="of gradients, or of --sync-every (int4)")
+    add("--codec", help=f"of gradients, or of --sync-every (int4): {', '.join(CODECS)}, best, or "
+        "of --sync-every topk:SHARE+int2")  # fmt: skip
     add("--sync-every", type=int, help="hosts average parameters once in so many steps (DiLoCo)")
     add("--overlap", type=int, help="of --sync-every: steps beside which a round travels (0)")
     add("--collective", default="all_reduce", choices=KINDS)
@@ -236,7 +238,7 @@ def _steps(options: argparse.Namespace, model: Model, jobs: Sequence[Job]) -> _A
                 ),
                 key=lambda pair: pair[0].seconds,
             )
-            calls = {("all_reduce", 4 * steps.elements_of(step), codec or "", 4)}
+            calls = {(*steps.round_call(step, job, codec or ""), 4)}
         else:
             if every:
                 text.append(f"# {job.ranks} ranks are on one host: no rounds")
@@ -309,6 +311,11 @@ def _plan(options: argparse.Namespace) -> int:
         raise ValueError("--sync-every is for a table of steps: --model gpt:7B, and no --curve")
     if options.codec is None:
         options.codec = "" if options.sync_every is None else "int4"
+    if share_of(options.codec) is not None:
+        if options.sync_every is None:
+            raise ValueError(f"{options.codec} is a codec of rounds: --sync-every 30")
+    elif options.codec not in ("", *CODECS, "best"):
+        raise ValueError(f"there is no codec '{options.codec}': {', '.join(CODECS)} and best are")
     answer = (_collectives if options.model is None else _steps)(options, model, jobs)
     document, text = {"constants": about, **answer[0]}, answer[1]
     if options.curve:

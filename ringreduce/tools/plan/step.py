@@ -22,6 +22,7 @@ from pathlib import Path
 
 from ringreduce.observe.files import Group, Operation, load, operations
 from ringreduce.observe.record import Record
+from ringreduce.sparse import bytes_of_code, share_of
 from ringreduce.tools.plan.model import Estimate, Job, Model
 
 _BUCKET, _FIRST_BUCKET = 25 << 20, 1 << 20  # of DDP
@@ -183,6 +184,19 @@ def elements_of(step: Step) -> float:
     raise ValueError("the steps have no all_reduce and no reduce_scatter of gradients")
 
 
+def round_call(step: Step, job: Job, codec: str) -> tuple[str, float, str]:
+    """Kind, bytes and codec of the collective of a round of DiLoCo.
+
+    Args:
+        step, job, codec: as for `predict_outer`.
+    """
+    elements = elements_of(step)
+    if (share := share_of(codec)) is None:
+        return "all_reduce", 4 * elements, codec
+    # Ranks gather each other's codes, which are not added up on their way.
+    return "all_gather", job.ranks * bytes_of_code(int(elements), share), ""
+
+
 def predict_outer(
     step: Step, job: Job, model: Model, every: int, overlap: int, codec: str
 ) -> StepEstimate:
@@ -198,10 +212,11 @@ def predict_outer(
         model: the constants.
         every: inner steps from one round to the next.
         overlap: inner steps beside which a round travels.
-        codec: of a round; "": none.
+        codec: of a round, such as int4 or topk:0.02+int2; "": none.
     """
     inner = predict(step, replace(job, ranks=job.per_host, hosts=1), model)
-    found = model.collective("all_reduce", 4 * elements_of(step), job, codec)
+    kind, size, coded = round_call(step, job, codec)
+    found = model.collective(kind, size, job, coded)
     mean = statistics.fmean(step.compute)
     behind = (expected_maximum(step.compute, job.hosts) - mean) / math.sqrt(every)
     exposed, low, high = (
