@@ -10,6 +10,8 @@ use sockets, whose bytes are counted.
 
 import argparse
 import functools
+import itertools
+import statistics
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -22,7 +24,7 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.distributed.algorithms.model_averaging.utils import average_parameters
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
-from train_gpt import GPT, held_out_loss, load_text, random_batch, rate_factor, text_loss
+from train_gpt import BATCH, GPT, held_out_loss, load_text, random_batch, rate_factor, text_loss
 
 import ringreduce
 from ringreduce.core.backend import backend_of, extension
@@ -37,6 +39,20 @@ def bytes_sent() -> int:
     return sum(count for _, count, _, _ in extension().lines(backend_of(dist.group.WORLD)))
 
 
+def make_diloco(
+    args: argparse.Namespace, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> ringreduce.DiLoCo:
+    is_sparse = args.codec.startswith("topk")  # SparseLoCo: averages are taken as they are
+    lr = (1.0 if is_sparse else 0.7) if args.outer_lr is None else args.outer_lr
+    momentum = (0.0 if is_sparse else 0.9) if args.outer_momentum is None else args.outer_momentum
+    outer = functools.partial(torch.optim.SGD, lr=lr, momentum=momentum, nesterov=momentum > 0)
+    return ringreduce.DiLoCo(
+        model, optimizer, sync_every=args.sync_every, sync_seconds=args.sync_seconds,
+        codec=args.codec, error_feedback=0.95 if is_sparse else True,
+        fragments=args.fragments, overlap=args.overlap, outer_optimizer=outer,
+    )  # fmt: skip
+
+
 def train(args: argparse.Namespace, way: str, texts: tuple[torch.Tensor, torch.Tensor]) -> Any:
     """A run of `args.steps` steps: its losses, time and bytes."""
     torch.manual_seed(args.seed)
@@ -45,31 +61,38 @@ def train(args: argparse.Namespace, way: str, texts: tuple[torch.Tensor, torch.T
     optimizer = torch.optim.AdamW(gpt.parameters(), lr=args.learning_rate, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: rate_factor(n, args.steps))
     generator = torch.Generator().manual_seed(args.seed + 1 + dist.get_rank())
-    diloco = nullcontext()
+    diloco = make_diloco(args, model, optimizer) if way == "DiLoCo" else None
     local = PeriodicModelAverager(period=args.sync_every) if way == "LocalSGD" else None
-    if way == "DiLoCo":
-        settings: dict[str, Any] = {}
-        if args.codec.startswith("topk"):  # SparseLoCo: averages are taken as they are
-            settings["outer_optimizer"] = functools.partial(torch.optim.SGD, lr=1.0)
-            settings["error_feedback"] = 0.95
-        diloco = ringreduce.DiLoCo(
-            model, optimizer, sync_every=args.sync_every, codec=args.codec,
-            fragments=args.fragments, overlap=args.overlap, **settings,
-        )  # fmt: skip
+    by_time = diloco is not None and args.sync_seconds is not None
+
+    def is_over(step: int) -> bool:
+        if by_time:  # ranks make different numbers of steps
+            return diloco.rounds >= args.steps // args.sync_every
+        return step >= args.steps
+
     before = bytes_sent()
+    took = []
     start = time.perf_counter()
-    with diloco:
-        for _ in tqdm(range(args.steps), desc=f"{way:>6}", disable=dist.get_rank() != 0):
-            loss = text_loss(model, *random_batch(texts[0], generator))
+    with diloco or nullcontext():
+        total = None if by_time else args.steps
+        bar = tqdm(itertools.count(), f"{way:>6}", total, disable=dist.get_rank() != 0)
+        for step in bar:
+            if is_over(step):
+                break
+            begin = time.perf_counter()
+            loss = text_loss(model, *random_batch(texts[0], generator, args.batch))
             optimizer.zero_grad()
             loss.backward()
+            if dist.get_rank() == args.half_speed:
+                time.sleep(time.perf_counter() - begin)
             optimizer.step()
             schedule.step()
             if local:
                 local.average_parameters(gpt.parameters())
+            took.append(time.perf_counter() - begin)
     if local:
         average_parameters(gpt.parameters(), dist.group.WORLD)
-    elif way == "DiLoCo" and args.steps % args.sync_every:
+    elif diloco and (by_time or args.steps % args.sync_every):
         diloco.sync()
     seconds = time.perf_counter() - start
     sent = bytes_sent() - before
@@ -77,6 +100,8 @@ def train(args: argparse.Namespace, way: str, texts: tuple[torch.Tensor, torch.T
         "held_out_loss": held_out_loss(gpt, texts[1], args.seed),
         "bytes": sent,
         "seconds": seconds,
+        "steps": len(took),
+        "step_seconds": statistics.median(took),
         "weights_hash": weights_hash(gpt),
     }
 
@@ -85,7 +110,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--ways", type=lambda text: text.split(","), default=["DDP", "DiLoCo"])
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--batch", type=int, default=BATCH, help=f"sequences of a rank ({BATCH})")
+    parser.add_argument("--half-speed", type=int, metavar="RANK", help="it takes twice the time")
     parser.add_argument("--sync-every", type=int, default=30)
+    parser.add_argument("--sync-seconds", type=float, help="so many rounds, but by time")
+    parser.add_argument("--outer-lr", type=float, help="(0.7, of a sparse codec 1)")
+    parser.add_argument("--outer-momentum", type=float, help="(0.9, of a sparse codec 0)")
     parser.add_argument("--codec", default="int4", help='int8, ..., or "topk:0.02+int2" (int4)')
     parser.add_argument("--fragments", type=int, default=1)
     parser.add_argument("--overlap", type=int, default=0)
@@ -102,7 +132,7 @@ def main() -> None:
     dist.init_process_group("ringreduce")
     texts = load_text()
     runs = {way: train(args, way, texts) for way in args.ways}
-    write_record(args.record, {**runs, "steps": args.steps})
+    write_record(args.record, {**runs, "batch": args.batch, "sync_every": args.sync_every})
     if dist.get_rank() == 0:
         first = runs[args.ways[0]]["bytes"]
         print(f"{'':<8}{'held-out loss':>14}{'MB sent by rank 0':>20}{'x fewer':>9}{'seconds':>10}")

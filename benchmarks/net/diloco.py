@@ -7,6 +7,9 @@ tokens, loss and bytes.
 Hosts are network namespaces of this machine (tests/hosts.py), with a rank each that runs
 examples/train_diloco.py; what follows `--` goes to it.  The same program runs on the line and on
 one of no delay and no limit, in turns.  *Utilisation* is its time there over its time on the line.
+
+Then host 1 takes twice the time for a step, with rounds by steps and by time.  There utilisation is
+the steps of all ranks over those that they would have made alone, by their median step.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +29,43 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "examples")]
 
 from hosts import Hosts, HostsError, why_not  # noqa: E402
-from train_gpt import BATCH, CONTEXT  # noqa: E402
+from train_gpt import CONTEXT  # noqa: E402
 
 WAYS = ("DDP", "LocalSGD", "DiLoCo")
+# A sequence in a step: ranks compute as little for each byte of a gradient as accelerators do.
+PROGRAM = ("--steps", "240", "--batch", "1", "--fragments", "2", "--overlap", "10")
 
 
-def run(hosts: Hosts, program: Sequence[str], timeout: float) -> dict[str, Any]:
-    """What rank 0 recorded of all ways.  Raises HostsError."""
+@dataclass
+class _Run:
+    seconds: float
+    tokens: float
+    utilisation: float
+    loss: float
+    megabytes: float
+
+
+def run(hosts: Hosts, program: Sequence[str], ways: Sequence[str], timeout: float) -> list[Any]:
+    """What each rank recorded.  Raises HostsError."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(ROOT / "examples/train_diloco.py"), *program]
-        command += ["--ways", ",".join(WAYS), "--record", folder]
-        hosts.start(command).outputs(timeout)
-        record: dict[str, Any] = json.loads(Path(folder, "rank0.json").read_text())
-        return record
+        hosts.start([*command, "--ways", ",".join(ways), "--record", folder]).outputs(timeout)
+        files = [Path(folder, f"rank{rank}.json") for rank in range(len(hosts))]
+        return [json.loads(file.read_text()) for file in files]
+
+
+def of_way(records: Sequence[Any], way: str, alone: float | None = None) -> _Run:
+    """A way of one run.  `alone`: its seconds on the free line; none: by the median steps."""
+    ranks = [record[way] for record in records]
+    steps, seconds = sum(rank["steps"] for rank in ranks), ranks[0]["seconds"]
+    possible = sum(rank["seconds"] / rank["step_seconds"] for rank in ranks)
+    return _Run(
+        seconds,
+        steps * records[0]["batch"] * CONTEXT,
+        steps / possible if alone is None else alone / seconds,
+        ranks[0]["held_out_loss"],
+        ranks[0]["bytes"] / 1e6,
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -58,32 +86,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if reason := why_not():
         print(f"diloco.py: no hosts here: {reason}", file=sys.stderr)
         return 1
-    program = options.program or ["--steps", "120", "--fragments", "2", "--overlap", "5"]
+    program = options.program or PROGRAM
     line = {"delay_ms": options.delay_ms, "rate_mbit": options.rate_mbit, "loss": options.loss}
-    seconds: dict[tuple[str, bool], list[float]] = {}
+    found: dict[str, list[_Run]] = {}
     try:
         for _ in range(options.rounds):
-            for slow in (False, True):
-                with Hosts(options.hosts, **(line if slow else {})) as hosts:
-                    record = run(hosts, program, options.timeout)
+            with Hosts(options.hosts) as hosts:
+                free = run(hosts, program, WAYS, options.timeout)
+            with Hosts(options.hosts, **line) as hosts:
+                slow = run(hosts, program, WAYS, options.timeout)
                 for way in WAYS:
-                    seconds.setdefault((way, slow), []).append(record[way]["seconds"])
+                    one = of_way(slow, way, free[0][way]["seconds"])
+                    found.setdefault(way, []).append(one)
+                uneven = [*program, "--half-speed", "1"]
+                every = free[0]["sync_every"] * free[0]["DiLoCo"]["step_seconds"]
+                for by, more in (("steps", []), ("time", ["--sync-seconds", f"{every:.3f}"])):
+                    records = run(hosts, [*uneven, *more], ["DiLoCo"], options.timeout)
+                    found.setdefault(f"uneven, by {by}", []).append(of_way(records, "DiLoCo"))
     except HostsError as error:
         print(f"diloco.py: {error}", file=sys.stderr)
         return 1
-    steps = record["steps"]
     print(f"{options.hosts} hosts, {options.rate_mbit:g} Mbit/s, {options.delay_ms:g} ms each way, "
-          f"{options.loss:.1%} lost; {steps} steps; {' '.join(program)}")  # fmt: skip
-    print(f"{'':<8}{'seconds':>9}{'from':>9}{'to':>9}{'tokens/s':>10}{'x DDP':>7}"
-          f"{'utilisation':>13}{'loss':>8}{'MB':>9}")  # fmt: skip
-    tokens = BATCH * CONTEXT * options.hosts * steps
-    medians = {key: statistics.median(times) for key, times in seconds.items()}
-    for way in WAYS:
-        times, median = seconds[way, True], medians[way, True]
-        gain, ended = medians["DDP", True] / median, record[way]
-        print(f"{way:<8}{median:>9.1f}{min(times):>9.1f}{max(times):>9.1f}"
-              f"{tokens / median:>10.0f}{gain:>7.1f}{medians[way, False] / median:>13.1%}"
-              f"{ended['held_out_loss']:>8.4f}{ended['bytes'] / 1e6:>9.2f}")  # fmt: skip
+          f"{options.loss:.1%} lost; {' '.join(program)}")  # fmt: skip
+    print(f"{'':<17}{'tokens/s':>9}{'from':>8}{'to':>8}{'x DDP':>7}{'utilisation':>13}"
+          f"{'loss':>8}{'MB':>9}")  # fmt: skip
+    rates = {way: [run.tokens / run.seconds for run in runs] for way, runs in found.items()}
+    ddp = statistics.median(rates["DDP"])
+    for way, runs in found.items():
+        rate, share = statistics.median(rates[way]), statistics.median(r.utilisation for r in runs)
+        print(f"{way:<17}{rate:>9.0f}{min(rates[way]):>8.0f}{max(rates[way]):>8.0f}"
+              f"{rate / ddp:>7.1f}{share:>13.1%}{runs[-1].loss:>8.4f}"
+              f"{runs[-1].megabytes:>9.2f}")  # fmt: skip
     return 0
 
 
