@@ -10,13 +10,6 @@ namespace {
 // Where hops take more than this part of a call, the rest says little of the line.
 constexpr double kMostOfHops = 0.5;
 
-// How a call's bytes a second look to this rank; 0 if they say nothing of the line.
-uint64_t rateOf(const Candidate& taken, Nanos took, const WireCost& cost) {
-  const double all = static_cast<double>(took) * 1e-9, hops = taken.hops * cost.hop;
-  if (took <= 0 || taken.bytes < AgreedLine::kLeastBytes || hops > kMostOfHops * all) return 0;
-  return static_cast<uint64_t>(taken.bytes / (all - hops));
-}
-
 // The distances, towards higher ranks, of those from which a rank hears.
 std::vector<int> heardIn(Algorithm algorithm, int ranks, const WireCost& cost) {
   std::vector<int> distances;
@@ -41,6 +34,12 @@ std::vector<int> heardIn(Algorithm algorithm, int ranks, const WireCost& cost) {
 
 }  // namespace
 
+uint64_t arrivalRate(uint64_t bytes, Nanos took, double hops, const WireCost& cost) {
+  const double all = static_cast<double>(took) * 1e-9, idle = std::max(0., hops - 1) * cost.hop;
+  if (took <= 0 || bytes < AgreedLine::kLeastBytes || idle > kMostOfHops * all) return 0;
+  return static_cast<uint64_t>(static_cast<double>(bytes) / (all - idle));
+}
+
 void AgreedLine::hear(Algorithm algorithm) {
   const std::vector<bool> before = heard_of_;
   for (const int d : heardIn(algorithm, ranks_, cost_))
@@ -48,7 +47,7 @@ void AgreedLine::hear(Algorithm algorithm) {
       if (before[static_cast<size_t>(x)]) heard_of_[static_cast<size_t>((x + d) % ranks_)] = true;
 }
 
-bool AgreedLine::end(const Candidate& taken, Nanos took, uint64_t heard) {
+bool AgreedLine::end(const Candidate& taken, uint64_t seen, uint64_t heard) {
   bool is_new = false;
   if (tells_) {
     best_ = std::max(best_, heard);
@@ -56,15 +55,14 @@ bool AgreedLine::end(const Candidate& taken, Nanos took, uint64_t heard) {
     if (std::ranges::find(heard_of_, false) == heard_of_.end()) {
       tells_ = false;
       is_new = best_ > 0;
-      if (is_new) {
-        if (const uint64_t before = rate(); before > 0) least_ = std::max({least_, before, best_});
-        rate_.store(best_, std::memory_order_relaxed);
-      }
+      if (is_new) rate_.store(best_, std::memory_order_relaxed);
     }
   }
   if (taken.bytes < kLeastBytes) return is_new;
   carried_ += taken.bytes;
-  seen_ = std::max(seen_, rateOf(taken, took, cost_));
+  // The ranks of a host share its line, but a ring crosses it once.
+  const int ranks = taken.algorithm == Algorithm::kRing ? 1 : cost_.ranks_on_host;
+  seen_ = std::max(seen_, seen * static_cast<uint64_t>(ranks));
   if (tells_ || carried_ < until_) return is_new;
   tells_ = true;
   best_ = std::exchange(seen_, 0);

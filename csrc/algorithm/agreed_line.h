@@ -1,10 +1,8 @@
 // The rate of the lines between hosts, on which the ranks of a group agree while they work.
 //
-// Each rank knows how long its calls took for the bytes that they carried.  A rank that waits for a
-// late one, or reads late, finds a call slower than the line.  So the largest rate of all ranks and
-// calls is taken, over a stretch of calls that ends with the same one everywhere.  A late rank
-// finds a call faster than the line, since bytes have come before it, and says nothing of that
-// call.
+// Each rank knows in what time the bytes of a call have come (Transport::heardBytes).  A rank that
+// waits for a late one, or reads late, finds a call slower than the line.  So the largest rate of
+// all ranks and calls is taken, over a stretch of calls that ends with the same one everywhere.
 //
 // A choice must be the same on all ranks, so all must take a new rate with the same call.  They
 // tell each other with what they send anyway: the first bytes from one rank to another in a call
@@ -30,6 +28,10 @@
 
 namespace ringreduce {
 
+// Bytes a second at which the bytes of a call came to a rank; 0 if they say nothing of the line.
+// `took` begins when the first opening was there, so behind the first of `hops`.
+uint64_t arrivalRate(uint64_t bytes, Nanos took, double hops, const WireCost& cost);
+
 class AgreedLine {
  public:
   // For a group of so many ranks; `cost` is what was known when it was made.
@@ -38,20 +40,16 @@ class AgreedLine {
   // Bytes a second, each way, that a host's line carries; 0: nothing is known yet.  From any
   // thread.
   uint64_t rate() const { return rate_.load(std::memory_order_relaxed); }
-  // What the line carries at least: the greatest of all rates so far; 0 while there is only one,
-  // which is of few bytes, in which a rank may have paused.  Streams are paced by it, and calls of
-  // paced streams measure the pace at most, so it must not follow later rates down.
-  uint64_t least() const { return least_; }
   // What this rank says in the next call; 0: nothing.
   uint64_t says() const { return tells_ ? best_ : 0; }
 
-  // After a call that went over the streams only.  `took` begins when this rank first heard from
-  // another one; 0: it was late.  `heard`: the largest that another rank said in it.  Returns
-  // whether the rate is new.
-  bool end(const Candidate& taken, Nanos took, uint64_t heard);
+  // After a call that went over the streams only.  `seen`: bytes a second that came to this rank in
+  // it (arrivalRate).  `heard`: the largest that another rank said in it.  Returns whether the rate
+  // is new.
+  bool end(const Candidate& taken, uint64_t seen, uint64_t heard);
 
   // Calls that carry less say nothing of a line.
-  static constexpr double kLeastBytes = 128 << 10;
+  static constexpr uint64_t kLeastBytes = 128 << 10;
   // A rate is agreed on after so many bytes on a host's line, then after eight times as many, and
   // so on up to the second.
   static constexpr double kFirst = 1 << 20, kMost = 256 << 20;
@@ -62,7 +60,6 @@ class AgreedLine {
   const int ranks_;
   const WireCost cost_;
   std::atomic<uint64_t> rate_ = 0;
-  uint64_t least_ = 0;
   double carried_ = 0, until_ = kFirst;  // bytes since the last stretch began, and its length
   uint64_t seen_ = 0;                    // the largest rate of this rank's calls in it
   bool tells_ = false;                   // the ranks tell each other now

@@ -2,6 +2,7 @@
 #include "collectives/hierarchy.h"
 
 #include <algorithm>
+#include <numeric>
 
 #include "algorithm/choose.h"
 #include "algorithm/cut.h"
@@ -109,6 +110,12 @@ void Hierarchy::setPatience(Patience patience) {
   inside_->memory().setPatience(patience);
 }
 
+void Hierarchy::begin(OverStreams& c, int turns, size_t bytes) const {
+  c.begin(arbiter_.current());
+  const auto places = static_cast<double>(hosts_.localRanks().size());
+  c.measure(turns * static_cast<double>(ring_.size() - 1), static_cast<double>(bytes) / places);
+}
+
 bool Hierarchy::takes(const OverStreams& c, CallSize call) const {
   call.wanted =
       c.options.algorithm;  // an all-reduce's: if it is another one, there is no hierarchy
@@ -154,7 +161,7 @@ Hierarchy::InsideHost Hierarchy::parts(const void* input, void* output, size_t c
 }
 
 void Hierarchy::run(OverStreams& c, const AllReduce& a) {
-  c.begin(arbiter_.current());
+  begin(c, 2, a.count * sizeOf(a.dtype));
   if (a.op == ReduceOp::kPremulSum) scale(a.dtype, a.data, a.data, a.count, a.factor);
   const ReduceOp op = a.op == ReduceOp::kPremulSum ? ReduceOp::kSum : a.op;
   const DType partial = reduceKernels(a.dtype, op).partial;
@@ -184,7 +191,7 @@ bool Hierarchy::takes(const OverStreams& c, const CompressedAllReduce&) const {
 }
 
 void Hierarchy::run(OverStreams& c, const CompressedAllReduce& a) {
-  c.begin(arbiter_.current());
+  begin(c, 2, a.count);
   const auto [inside, spread, part] =
       parts(a.input, a.output, a.count, DType::kFloat32, ReduceOp::kSum);
   if (a.error) {
@@ -208,7 +215,8 @@ void Hierarchy::run(OverStreams& c, const CompressedAllReduce& a) {
 }
 
 void Hierarchy::run(OverStreams& c, const ReduceScatter& r) {
-  c.begin(arbiter_.current());
+  const size_t count_of_all = std::accumulate(r.counts.begin(), r.counts.end(), size_t{0});
+  begin(c, 1, count_of_all * sizeOf(r.dtype));
   const auto place = static_cast<size_t>(hosts_.localRankOf(hosts_.rank()));
   const ReduceOp op = r.op == ReduceOp::kPremulSum ? ReduceOp::kSum : r.op;
   const size_t width = sizeOf(r.dtype), partial = sizeOf(reduceKernels(r.dtype, op).partial);
@@ -238,7 +246,8 @@ void Hierarchy::run(OverStreams& c, const ReduceScatter& r) {
 }
 
 void Hierarchy::run(OverStreams& c, const AllGather& a) {
-  c.begin(arbiter_.current());
+  const size_t count_of_all = std::accumulate(a.counts.begin(), a.counts.end(), size_t{0});
+  begin(c, 1, count_of_all * sizeOf(a.dtype));
   const auto place = static_cast<size_t>(hosts_.localRankOf(hosts_.rank()));
   const size_t hosts = ring_.size(), width = sizeOf(a.dtype);
   Blocks blocks{

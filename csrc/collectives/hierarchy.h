@@ -75,6 +75,8 @@ class Hierarchy {
   };
   InsideHost parts(const void* input, void* output, size_t count, DType dtype, ReduceOp op) const;
 
+  // Starts an operation over the streams, of which a ring takes so many turns with so many bytes.
+  void begin(OverStreams& c, int turns, size_t bytes) const;
   // Asks `choose` with the hierarchy among the candidates; the collective asks it without.
   bool takes(const OverStreams& c, CallSize call) const;
   bool takes(const OverStreams& c, const CompressedAllReduce& call) const;

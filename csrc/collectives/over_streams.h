@@ -23,7 +23,7 @@ namespace ringreduce {
 struct StreamOptions {
   Algorithm algorithm = Algorithm::kAuto;
   WireCost cost = {};     // as it was known when the group was made
-  bool measures = false;  // the rate of lines is not known, so calls shall tell it
+  bool measures = false;  // the rate of lines is not known: algorithms follow what calls tell
   AddOrder order = AddOrder::kRing;
   // The caller's ranks, first to last, as the transport numbers them; empty: it does as the caller.
   std::vector<int> callers_ranks = {};
@@ -99,8 +99,13 @@ class OverStreams {
     const GroupShape shape{.ranks = size, .order = options.order};
     const Candidate taken = ringreduce::choose(call, shape, cost()).taken;
     taken_ = all_hear ? taken : Candidate{};
-    is_late_ = options.measures && taken_.bytes >= AgreedLine::kLeastBytes && transport.isAwaited();
+    measure(taken.hops, taken.bytes);
     return taken.algorithm;
+  }
+  // The operation takes so many hops, one after the other, and moves so many bytes, about.
+  void measure(double hops, double bytes) {
+    hops_ = hops;
+    if (bytes >= AgreedLine::kLeastBytes) transport.measure();
   }
   // For ranks of which so many share each host.
   bool takesHierarchy(const CallSize& call, int ranks_on_host) const {
@@ -111,18 +116,26 @@ class OverStreams {
   void begin(const Announcement& operation) {
     scratch_.reset();
     taken_ = {};
-    is_late_ = false;
-    began_ = now();
+    hops_ = 0;
     transport.begin({operation, line.says()});
   }
-  // After the end of one that went over the streams only.  Returns whether the line's rate is new.
-  bool learn() {
-    if (!options.measures) return false;
+  // After the end of an operation: notes what the line carries for this rank, by which streams are
+  // paced.  Returns bytes a second.
+  uint64_t notice() {
     const Transport::Heard& heard = transport.heard();
-    const Nanos took = is_late_ ? 0 : now() - std::max(began_, heard.since);
-    if (!line.end(taken_, took, heard.rate)) return false;
-    transport.setLineRate(line.least());
-    return true;
+    const uint64_t bytes = transport.heardBytes();
+    const uint64_t rate = arrivalRate(bytes, now() - heard.since, hops_, options.cost);
+    // Calls of paced streams measure the pace at most, so it must not follow later rates down.
+    greatest_ = std::max(greatest_, rate);
+    came_ += bytes;
+    if (came_ > kBelieved) transport.setLineRate(greatest_);
+    return rate;
+  }
+  // The same after one that went over the streams only.  Returns whether the line's rate is new, by
+  // which algorithms are chosen.
+  bool learn() {
+    const uint64_t rate = notice();
+    return options.measures && line.end(taken_, rate, transport.heard().rate);
   }
   // Memory until finish(), to send from or to receive into.
   std::byte* scratch(size_t bytes) { return scratch_.take(bytes); }
@@ -135,9 +148,12 @@ class OverStreams {
 
  private:
   Scratch scratch_;
+  // Of fewer bytes windows have not opened yet, and a rank may have paused.
+  static constexpr uint64_t kBelieved = 8 << 20;
+
   Candidate taken_;  // by the operation
-  bool is_late_ = false;
-  Nanos began_ = 0;
+  double hops_ = 0;  // of it
+  uint64_t greatest_ = 0, came_ = 0;
 };
 
 }  // namespace ringreduce

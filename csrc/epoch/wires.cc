@@ -74,7 +74,10 @@ class StreamWires final : public Wires {
   void run(const Operation& operation, const Announcement& announced) override {
     OverStreams& c = *over_;
     c.way = {.algorithm = Algorithm::kHierarchical};
-    if (hierarchy_ && hierarchy_->run(c, operation.call)) return;
+    if (hierarchy_ && hierarchy_->run(c, operation.call)) {
+      c.notice();
+      return;
+    }
     c.way = {};
     c.begin(announced);
     if (ranks_.empty())

@@ -66,6 +66,7 @@ class Transport {
   // Starts an operation.
   void begin(const Opening& operation) {
     heard_ = {};
+    measures_ = false;
     open(operation);
   }
   // Moves as many bytes as possible.  Call it during long computations.
@@ -94,42 +95,53 @@ class Transport {
   // What this rank has heard from others in the operation.
   struct Heard {
     uint64_t rate = 0;  // the largest of their openings
-    Nanos since = 0;    // when the first opening was there; 0: none was
+    Nanos since = 0;    // when the first opening was taken; 0: none was
   };
   const Heard& heard() const { return heard_; }
-
-  // Whether bytes of a rank of another host are here that nothing was expected for yet.  Before the
-  // first expectation of an operation: whether this rank is late.
-  virtual bool isAwaited() const { return false; }
+  // Before the first peek(): heardBytes() is asked for after the operation.
+  void measure() { measures_ = true; }
+  // Bytes of other hosts that have come since the first opening was taken.  Those that waited in
+  // this system by then had come before, so a rank that is late, or waited for a late one, does not
+  // find the line faster than it is.
+  uint64_t heardBytes() { return measures_ && heard_.since > 0 ? arrived() - arrived_before_ : 0; }
 
   virtual void setPatience(Patience) {}
-  // Bytes a second that the line of this rank's host carries each way at least; 0: not known.
+  // Bytes a second that the line carries each way at least for this rank; 0: not known.
   virtual void setLineRate(uint64_t) {}
   // After the last operation: waits, at most `longest`, until the other ranks' systems have all
   // bytes, and closes this side.
   virtual void leave(Nanos /*longest*/) {}
 
-  // Bytes of memory for its buffers, those that ranks of the host share not included.
+  // Bytes of memory for its buffers, those that ranks of the host share not included.  From any
+  // thread.
   virtual size_t stagingBytes() const { return 0; }
   // Bytes sent up to the end of the last operation, headers included, but for those that went
   // through memory of this host.  From any thread.
   virtual uint64_t bytesSent() const { return 0; }
   // What the lines to other ranks have done, at the end of a recent operation.  From any thread.
   virtual std::vector<Line> lines() const { return {}; }
-  // For each rank that was sent to: how it is reached, in words.
+  // For each rank that was sent to: how it is reached, in words.  At the end of a recent operation,
+  // from any thread.
   virtual std::vector<std::string> routes() const { return {}; }
 
  protected:
   virtual void open(const Opening& operation) = 0;
+  // Bytes of other hosts, ever, that were read or wait in this system.
+  virtual uint64_t arrived() { return 0; }
   // peek() calls it once for each rank and operation, with an opening that it has compared.
   void hear(const Opening& theirs) {
-    if (heard_.since == 0) heard_.since = now();
+    if (heard_.since == 0) {
+      heard_.since = now();
+      if (measures_) arrived_before_ = arrived();
+    }
     heard_.rate = std::max(heard_.rate, theirs.rate);
   }
 
  private:
   const int rank_, size_;
   Heard heard_;
+  bool measures_ = false;
+  uint64_t arrived_before_ = 0;
 };
 
 }  // namespace ringreduce

@@ -38,9 +38,9 @@ void apart(int size, const std::function<void(int, Store&)>& body) {
 
 }  // namespace
 
-// Calls of one algorithm, of which rank r of P finds that they took `took(r)`.  Returns after how
+// Calls of one algorithm, in which rank r of P sees `seen(r)` bytes a second.  Returns after how
 // many all ranks had a rate, the same.
-int callsUntilAgreed(int P, const Candidate& call, const std::function<Nanos(int)>& took,
+int callsUntilAgreed(int P, const Candidate& call, const std::function<uint64_t(int)>& seen,
                      uint64_t expected) {
   const WireCost cost{.hop = 1e-6};
   std::vector<std::unique_ptr<AgreedLine>> lines;
@@ -58,7 +58,7 @@ int callsUntilAgreed(int P, const Candidate& call, const std::function<Nanos(int
         for (int64_t near = 1, radix = bruckRadix(P, cost); near < P; near *= radix)
           for (int64_t d = near; d < P && d < near * radix; d += near)
             heard = std::max(heard, of(r + static_cast<int>(d)));
-      agreed += lines[static_cast<size_t>(r)]->end(call, took(r), heard);
+      agreed += lines[static_cast<size_t>(r)]->end(call, seen(r), heard);
     }
     CHECK(agreed == 0 || agreed == P);
     for (const auto& line : lines) CHECK_EQ(line->rate(), agreed ? expected : 0);
@@ -121,38 +121,43 @@ TEST(what_is_seen_is_no_more_than_a_process_takes) {
 
 TEST(calls_tell_the_rate_of_lines_to_all_at_once) {
   for (const int P : {2, 3, 4, 7, 16, 33}) {
-    const auto took = [&](int r) { return (r == P / 2 ? 10 : 40) * kMillisecond; };
+    constexpr uint64_t kRate = 100'000'000;
+    const auto seen = [&](int r) { return r == P / 2 ? kRate : kRate / 4; };
     const Candidate ring{Algorithm::kRing, 0, 0, 0, 1 << 20},
         two_shot{Algorithm::kTwoShot, 0, 0, 0, 1 << 20}, bruck{Algorithm::kBruck, 0, 0, 0, 1 << 20};
-    constexpr uint64_t kRate = (1 << 20) * 100;
     // One call carries enough, and in the next ones they hear of each other.
-    CHECK_EQ(callsUntilAgreed(P, ring, took, kRate), P);
-    CHECK_EQ(callsUntilAgreed(P, two_shot, took, kRate), 2);
-    const int by_bruck = callsUntilAgreed(P, bruck, took, kRate);
+    CHECK_EQ(callsUntilAgreed(P, ring, seen, kRate), P);
+    CHECK_EQ(callsUntilAgreed(P, two_shot, seen, kRate), 2);
+    const int by_bruck = callsUntilAgreed(P, bruck, seen, kRate);
     CHECK(by_bruck >= 2 && by_bruck <= P);
-    // A late rank finds the line too fast, and says nothing.
-    const auto late = [&](int r) { return r == P / 2 ? 0 : 10 * kMillisecond; };
-    CHECK_EQ(callsUntilAgreed(P, two_shot, late, kRate), 2);
-    // Small calls, calls of a root, and calls that are all hops say nothing.
-    CHECK_EQ(callsUntilAgreed(P, {Algorithm::kRing, 0, 0, 0, 1000}, took, 0), 0);
-    CHECK_EQ(callsUntilAgreed(P, {}, took, 0), 0);
-    CHECK_EQ(callsUntilAgreed(P, {Algorithm::kRing, 0, 1e5, 0, 1 << 20}, took, 0), 0);
+    // Some see nothing: the bytes came through memory, or had come before.
+    CHECK_EQ(callsUntilAgreed(P, two_shot, [&](int r) { return r == 0 ? kRate : 0; }, kRate), 2);
+    // Small calls and calls of a root say nothing.
+    CHECK_EQ(callsUntilAgreed(P, {Algorithm::kRing, 0, 0, 0, 1000}, seen, 0), 0);
+    CHECK_EQ(callsUntilAgreed(P, {}, seen, 0), 0);
   }
 }
 
-TEST(what_a_line_carries_at_least_does_not_fall) {
-  AgreedLine line(1, WireCost{});
-  std::vector<uint64_t> least;
-  // Calls of 100, 333, 200 and 500 MB/s, each long enough for a rate, which the next call takes.
-  for (const Nanos per_byte : {10, 3, 5, 2}) {
-    line.end({Algorithm::kRing, 0, 0, 0, 1 << 30}, per_byte << 30, 0);
+TEST(ranks_of_a_host_share_its_line_but_a_ring_crosses_it_once) {
+  WireCost cost;
+  cost.ranks_on_host = 4;
+  for (const Algorithm algorithm : {Algorithm::kRing, Algorithm::kTwoShot, Algorithm::kBruck}) {
+    AgreedLine line(1, cost);
+    line.end({algorithm, 0, 0, 0, 1 << 20}, 1'000'000, 0);
     CHECK(line.end({}, 0, 0));
-    least.push_back(line.least());
+    CHECK_EQ(line.rate(), algorithm == Algorithm::kRing ? 1'000'000u : 4'000'000u);
   }
-  CHECK_EQ(least[0], 0u);  // of a single one nothing is known
-  CHECK(near(static_cast<double>(least[1]), 1e9 / 3));
-  CHECK_EQ(least[2], least[1]);
-  CHECK(near(static_cast<double>(least[3]), 1e9 / 2));
+}
+
+TEST(a_rate_leaves_out_the_hops_behind_the_first) {
+  WireCost cost;
+  cost.hop = 10e-3;
+  constexpr uint64_t kBytes = 1'000'000;
+  CHECK_EQ(arrivalRate(kBytes, 100 * kMillisecond, 1, cost), 10'000'000u);  // it was over by then
+  CHECK_EQ(arrivalRate(kBytes, 100 * kMillisecond, 3, cost), 12'500'000u);
+  CHECK_EQ(arrivalRate(kBytes, 100 * kMillisecond, 7, cost), 0u);  // most of it is hops
+  CHECK_EQ(arrivalRate(1000, 100 * kMillisecond, 1, cost), 0u);
+  CHECK_EQ(arrivalRate(kBytes, 0, 1, cost), 0u);
 }
 
 TEST(what_calls_measure_changes_no_bit) {

@@ -103,6 +103,12 @@ class SocketpairTransport final : public Transport {
     for (Peer& p : peers_) p.announced = p.verified = false;
   }
 
+  uint64_t arrived() override {
+    uint64_t bytes = read_;
+    for (const Peer& p : peers_) bytes += net::bytesWaiting(p.socket);
+    return bytes;
+  }
+
   Peer& peer(int r) { return peers_[static_cast<size_t>(r)]; }
   Peer& announced(int to) {
     Peer& p = peer(to);
@@ -145,6 +151,7 @@ class SocketpairTransport final : public Transport {
       if (n < 0 && errno == EAGAIN) return false;
       if (n <= 0) guard_.broken(r, n == 0 ? "it closed the socket" : net::textOfError(errno));
       piece.moved += static_cast<size_t>(n);
+      if (!std::is_const_v<Byte>) read_ += static_cast<uint64_t>(n);
       moved = true;
     }
     return true;
@@ -174,6 +181,7 @@ class SocketpairTransport final : public Transport {
   WaitGuard& guard_;
   std::vector<Peer> peers_;  // by rank; this one's has no socket
   Opening operation_ = {};
+  uint64_t read_ = 0;
 };
 
 class SocketpairFabric final : public Fabric {

@@ -34,7 +34,6 @@ struct Hardness {
   size_t buffers_out = Transport::kWindow;  // of each rank, for each other
   size_t buffers_in = 2;
   uint32_t seed = 1;
-  bool late = false;  // every rank finds bytes of others when it begins
 };
 
 class Net {
@@ -66,9 +65,9 @@ class Net {
     std::deque<Place> in;
     std::deque<Opening> announced;  // that arrived
     bool sender_announced = false, receiver_expects = false;
+    std::atomic<uint64_t> arrived = 0;  // bytes
   };
 
-  bool isLate() const { return hardness_.late; }
   Stream& stream(int from, int to) { return streams_[static_cast<size_t>(from * size_ + to)]; }
 
   // Moves up to `most` bytes of what a stream has; returns whether anything moved.
@@ -96,6 +95,7 @@ class Net {
         throw std::runtime_error("memory was written while it was lent");
       std::memcpy(place.data + place.filled, out.data + out.sent, n);
       out.sent += n;
+      s.arrived += n;
       place.filled += n;
       place.there = place.filled == place.bytes;
       if (out.sent == out.copy.size()) s.out.pop_front();
@@ -201,7 +201,6 @@ class StandIn final : public Transport {
   StandIn(int rank, Net& net) : Transport(rank, net.size()), net_(net) {}
   ~StandIn() override { net_.gone(rank()); }
 
-  bool isAwaited() const override { return net_.isLate(); }
   void finish() override {
     std::unique_lock lock(net_.mutex);
     for (int r = 0; r < size(); ++r) {
@@ -292,6 +291,12 @@ class StandIn final : public Transport {
       net_.stream(rank(), r).sender_announced = false;
       net_.stream(r, rank()).receiver_expects = false;
     }
+  }
+
+  uint64_t arrived() override {
+    uint64_t bytes = 0;
+    for (int r = 0; r < size(); ++r) bytes += net_.stream(r, rank()).arrived;
+    return bytes;
   }
 
   Net::Stream& streamTo(int r) {

@@ -9,12 +9,14 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <chrono>
 #include <cstring>
 #include <thread>
 
 #include "check.h"
 #include "tcp_world.h"
+#include "transport/tcp/connector.h"
 #include "transport/tcp/stream.h"
 
 using namespace ringreduce;
@@ -255,6 +257,47 @@ TEST(connections_are_no_more_than_there_are_descriptors_for) {
   CHECK(setrlimit(RLIMIT_NOFILE, &before) == 0);
 }
 
+TEST(a_connection_that_cannot_be_made_costs_that_one_alone) {
+  // Of eight one fails, before or after the first is there; the first itself; or all.
+  for (const auto& [failing, before] :
+       std::initializer_list<std::pair<int, bool>>{{5, true}, {5, false}, {0, true}, {-1, true}}) {
+    std::atomic<int> made = 0;
+    const auto fabricOf = [&](World& world, int r) {
+      const auto dial = [&, r, failing, before](int to, int number,
+                                                const std::function<void()>&) -> Fd {
+        const bool fails = number == failing || failing < 0;
+        if (fails != before) std::this_thread::sleep_for(std::chrono::milliseconds(30));
+        if (r == 0 && fails) throw net::LocalConnectError("no descriptor is left");
+        TcpPair pair = tcpPair();
+        world.deliver(r, to, std::move(pair.accepted));
+        ++made;
+        return std::move(pair.dialled);
+      };
+      return std::make_unique<TcpFabric>(
+          dial, TcpOptions{.min_connections = 8, .max_connections = 8}, nullptr);
+    };
+    const Failure failure = ranks::failureOf([&] {
+      World(2, fabricOf, 10 * kSecond, {}).run([&](OneRank& me) {
+        std::vector<char> in(4 << 20), out(4 << 20);
+        const int other = 1 - me.rank();
+        for (int i = 0; i < 20; ++i) {
+          me.operation([&](Transport& transport) {
+            transport.send(other, in.data(), in.size());
+            transport.expect(other, out.data(), out.size());
+            transport.peek(other);
+            transport.release(other);
+          });
+          std::this_thread::sleep_for(std::chrono::milliseconds(5));
+        }
+        const std::string count = me.rank() == 0 && failing >= 0 ? ": 7: " : ": 8: ";
+        CHECK(me.transport().routes()[0].find(count) != std::string::npos);
+      });
+    });
+    CHECK(failure == (failing < 0 ? Failure::kPeerLost : Failure::kNone));
+    if (failing >= 0) CHECK_EQ(made.load(), 15);
+  }
+}
+
 TEST(a_rank_has_no_more_connections_here_than_any_makes) {
   for (const bool at_once : {true, false}) {
     Alone alone({});
@@ -430,6 +473,26 @@ TEST(a_stream_is_paced_from_its_first_queue_on_and_never_below_the_line) {
   CHECK_EQ(pace.look(near, kLine), 0);
 }
 
+TEST(round_trips_that_stay_long_at_half_the_rate_are_no_queue) {
+  constexpr double kLine = 1e7;
+  for (const bool own : {true, false}) {
+    net::Pace pace;
+    double least = kLine, most = 0;
+    for (int i = 0; i < 2000; ++i) {
+      // A queue of its own grows while it sends more than the line carries.
+      const bool long_trips = !own || i == 0 || pace.rate() >= kLine;
+      most = std::max(most, pace.look(lookAt(i, long_trips ? 90 : 51, 0, 0), kLine));
+      least = std::min(least, pace.rate());
+    }
+    CHECK_EQ(least, kLine / 2);
+    CHECK_EQ(most >= 16 * kLine, !own);
+    // Once round trips are shorter, longer ones are a queue again.
+    pace.look(lookAt(2001, 51, 0, 0), kLine);
+    const double before = pace.rate();
+    CHECK(pace.look(lookAt(2002, 90, 0, 0), kLine) < std::max(before, 1.001 * kLine));
+  }
+}
+
 TEST(a_line_that_loses_packets_without_a_queue_is_not_paced) {
   constexpr double kLine = 1e7;
   // Lost packets every 0.2 s: behind a queue; long after one; and so rarely that it means nothing.
@@ -513,7 +576,7 @@ TEST(connections_are_added_where_they_help) {
     if (is_paced) CHECK_EQ(wanted_by_fast, 4);
     if (i == 9) CHECK(wanted > 4);
     if (is_paced && !loses) CHECK_EQ(wanted, 4);
-    if (i == 59) CHECK_EQ(wanted, 64);
+    if (i == 59) CHECK_EQ(wanted, 8);  // more were no faster
   }
   net::ConnectionCount idle(2, 64);  // what has nothing to send learns nothing
   for (int i = 0; i < 50; ++i) CHECK_EQ(idle.look(sample(100 * i, 0, 50, 9, 2), false), 2);

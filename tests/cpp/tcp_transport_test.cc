@@ -3,6 +3,7 @@
 #include <sys/socket.h>
 
 #include <array>
+#include <atomic>
 #include <cstring>
 #include <random>
 #include <set>
@@ -202,38 +203,48 @@ TEST(a_rank_that_is_lost_takes_nothing_from_its_full_pipe) {
   CHECK(kind == Failure::kPeerLost);
 }
 
-TEST(a_rank_is_awaited_once_bytes_of_another_host_are_there) {
-  for (const int hosts : {0, 2})  // of 3 ranks, of which ranks 0 and 2 share memory, or none
+TEST(bytes_that_came_before_or_through_memory_say_nothing_of_a_line) {
+  constexpr size_t kFirst = 5000, kRest = 300'000, kHeaders = 1000;
+  for (const int hosts : {0, 2}) {  // of 3 ranks, of which ranks 0 and 2 share memory, or none
+    std::atomic<bool> sent, taken;
+    sent = taken = false;
     overTcp(
         3,
         [&](OneRank& me) {
-          std::array<char, 5000> data{};
-          for (int i = 0; i < 3; ++i)
-            me.operation([&](Transport& transport) {
-              if (me.rank() == 0) {
-                transport.expect(1, data.data(), data.size());
-                transport.peek(1);
-                transport.release(1);
-                transport.send(1, data.data(), data.size());
-                transport.send(2, data.data(), data.size());
-              } else if (me.rank() == 1) {
-                CHECK(!transport.isAwaited());
-                transport.send(0, data.data(), data.size());
-                transport.finish();
-                ranks::await("rank 0's bytes are here", [&] { return transport.isAwaited(); });
-                transport.expect(0, data.data(), data.size());
-                transport.peek(0);
-                transport.release(0);
-              } else {
-                if (hosts == 0)
-                  ranks::await("rank 0's bytes are here", [&] { return transport.isAwaited(); });
-                transport.expect(0, data.data(), data.size());
-                transport.peek(0);
-                transport.release(0);
-              }
-            });
+          std::vector<char> first(kFirst), rest(kRest);
+          me.operation([&](Transport& transport) {
+            transport.measure();
+            if (me.rank() == 0) {
+              for (const int to : {1, 2}) transport.send(to, first.data(), first.size());
+              transport.finish();
+              sent = true;
+              ranks::await("rank 1 has begun", [&] { return taken.load(); });
+              for (const int to : {1, 2}) transport.send(to, rest.data(), rest.size());
+              return;
+            }
+            const auto take = [&](std::vector<char>& into) {
+              transport.expect(0, into.data(), into.size());
+              transport.peek(0);
+              transport.release(0);
+            };
+            if (me.rank() == 1)
+              ranks::await("rank 0's bytes are here", [&] { return sent.load(); });
+            take(first);
+            const bool in_memory = hosts > 0 && me.rank() == 2;
+            if (me.rank() == 1) {
+              CHECK_EQ(transport.heardBytes(), 0u);
+              taken = true;
+            }
+            take(rest);
+            if (in_memory) CHECK_EQ(transport.heardBytes(), 0u);
+            if (me.rank() == 1)
+              CHECK(transport.heardBytes() >= kRest &&
+                    transport.heardBytes() < kRest + kFirst + kHeaders);
+          });
+          CHECK_EQ(me.transport().heard().since > 0, me.rank() > 0);
         },
         {}, 60 * kSecond, {}, hosts);
+  }
 }
 
 TEST(another_operation_is_told_before_anything_is_returned) {

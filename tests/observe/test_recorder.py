@@ -151,6 +151,7 @@ def test_a_missing_rank(pool: Pool, world: MakeWorld, tmp_path: Path) -> None:
 def die(me: Rank) -> None:
     dist.all_reduce(torch.ones(3))
     if me.rank == 1:
+        time.sleep(1)  # the others wait for it by then
         os.kill(os.getpid(), signal.SIGKILL)
     dist.all_reduce(torch.ones(100))
 

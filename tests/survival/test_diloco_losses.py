@@ -20,9 +20,11 @@ from test_survive import every_wire, on, ranks_in_a_sum, run_and_kill
 import ringreduce
 
 
-def train_on(me: Rank, settings: dict[str, Any], rounds_after: int) -> list[tuple[str, str]]:
+def train_on(
+    me: Rank, settings: dict[str, Any], rounds_after: int, lost: int = 1
+) -> list[tuple[str, str]]:
     """Digests of the global parameters, and of the local ones where a round has just set them, of
-    the last rounds; until `rounds_after` rounds without the lost rank."""
+    the last rounds; until `rounds_after` rounds without all `lost` ranks."""
     torch.manual_seed(1)
     model = torch.nn.Sequential(torch.nn.Linear(64, 300), torch.nn.ReLU(), torch.nn.Linear(300, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -39,7 +41,7 @@ def train_on(me: Rank, settings: dict[str, Any], rounds_after: int) -> list[tupl
                 shared = oracle.digest(*diloco.state_dict()["parameters"].values())
                 whole = settings["fragments"] == 1 and not settings["overlap"]
                 kept.append((shared, oracle.digest(*model.parameters()) if whole else ""))
-                left -= ranks_in_a_sum() < me.world_size
+                left -= ranks_in_a_sum() == me.world_size - lost
             if diloco.step == 8:
                 me.tell("flowing")
         diloco.sync()
@@ -64,7 +66,7 @@ def test_sigkill_costs_no_round(pool: Pool, world: MakeWorld, full: bool, wire: 
             "overlap": overlap,
             "codec": codecs[(trial + trial // 4) % 4],
         }
-        call = pool.start(train_on, world(size, **on(wire)), settings, 6)
+        call = pool.start(train_on, world(size, **on(wire)), settings, 6, len(victims))
         values = run_and_kill(call, victims, draw)
         case = f"RINGREDUCE_SEED={seed}, trial {trial}: {victims} of {size}, {settings}"
         assert all(value == values[0] for value in values), case

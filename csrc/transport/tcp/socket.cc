@@ -93,9 +93,9 @@ void probeWhenIdle(const Fd& socket, Nanos longest) {
   set(SOL_SOCKET, SO_KEEPALIVE, 1);
 }
 
-bool hasBytes(const Fd& socket) {
+uint64_t bytesWaiting(const Fd& socket) {
   int bytes = 0;
-  return ioctl(socket.get(), SIOCINQ, &bytes) == 0 && bytes > 0;
+  return ioctl(socket.get(), SIOCINQ, &bytes) == 0 && bytes > 0 ? static_cast<uint64_t>(bytes) : 0;
 }
 
 }  // namespace ringreduce::net

@@ -106,7 +106,7 @@ class Silence {
 // no answer comes for about `longest`, or a few seconds if that is shorter.
 void probeWhenIdle(const Fd& socket, Nanos longest);
 
-// Whether bytes have arrived that were not read yet.
-bool hasBytes(const Fd& socket);
+// How many bytes have arrived that were not read yet.
+uint64_t bytesWaiting(const Fd& socket);
 
 }  // namespace ringreduce::net

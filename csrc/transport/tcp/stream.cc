@@ -75,6 +75,7 @@ void Pool::Free::operator()(std::byte* buffer) const {
 std::byte* Pool::take() {
   if (free_.empty()) {
     all_.emplace_back(static_cast<std::byte*>(::operator new[](kPieceBytes, kBufferAlign)));
+    bytes_.store(all_.size() * kPieceBytes, std::memory_order_relaxed);
     return all_.back().get();
   }
   std::byte* buffer = free_.back();
@@ -93,6 +94,7 @@ void Pool::trim(size_t bytes) {
   std::ranges::sort(surplus);
   std::erase_if(all_,
                 [&](const auto& one) { return std::ranges::binary_search(surplus, one.get()); });
+  bytes_.store(all_.size() * kPieceBytes, std::memory_order_relaxed);
 }
 
 // ---- sending
@@ -241,11 +243,12 @@ int RecvStream::openConnections() const {
       std::ranges::count_if(readers_, [](const auto& reader) { return !reader->closed; }));
 }
 
-bool RecvStream::hasUnexpected() const {
-  return missing_ == 0 && std::ranges::any_of(readers_, [](const auto& reader) {
-           return !reader->connection.pipe &&
-                  (reader->aheadBytes() > 0 || hasBytes(reader->connection.socket));
-         });
+uint64_t RecvStream::arrived() const {
+  uint64_t bytes = received_;
+  for (const auto& reader : readers_)
+    if (!reader->closed && !reader->connection.pipe)
+      bytes += bytesWaiting(reader->connection.socket);
+  return bytes;
 }
 
 bool RecvStream::broken(const std::string& why) {
@@ -459,7 +462,6 @@ int ConnectionCount::look(const Sample& sample, bool busy) {
   if (settled_ || wanted_ == most_ || sample.bbr) return wanted_;
   // The pace tells what the line carries.  A stream that loses packets and is slower needs more.
   if (paced_ && (lost == 0 || rate_ > kWell * sample.pace)) return wanted_;
-  if (paced_) return wanted_ = std::min(2 * wanted_, most_);
   if (lost_ == 0 && !isLongPath()) return wanted_;
   if (rate_ < before_ * kWorthwhile) {
     settled_ = true;
@@ -509,16 +511,33 @@ double Pace::look(const Sample& sample, double line) {
   constexpr Nanos kSystems = 2 * kMillisecond;  // systems may answer so late
   constexpr double kStep = 0.1;                 // the part by which the rate rises in a round trip
   constexpr double kMost = 16;                  // so many times the line is no limit any more
-  const bool queue = sample.smoothed > sample.round_trip * 5 / 4 + kSystems;
+  // Round trips: with a queue at the least rate, and at half of it.
+  constexpr int kPatience = 16, kTry = 3;
+  if (sample.smoothed > 0) base_ = std::min(base_, sample.smoothed);
+  const bool queue = sample.smoothed > std::max(sample.round_trip, base_) * 5 / 4 + kSystems;
   countLosses(sample, queue);
   if (line <= 0 || sample.bbr || is_lossy_ || sample.round_trip <= kLongPath) return rate_ = 0;
   if (sample.smoothed == 0) return rate_;  // nothing is on its way
+  const auto looksIn = [&](int round_trips) {
+    return round_trips * static_cast<int>(1 + sample.round_trip / kLookEvery);
+  };
+  if (tries_ > 0) {
+    if (--tries_ > 0) return rate_;
+    if (queue) base_ = sample.smoothed;
+    return rate_ = line;
+  }
   const double step = kStep * kLookEvery / static_cast<double>(sample.round_trip);
   // A call of before may have had more streams, and a lower limit.
   if (queue)
     rate_ = std::max(line, rate_ * (1 - 2 * step));
   else if (rate_ > 0)
     rate_ = std::clamp(rate_ * (1 + step), line, kMost * line);
+  at_least_ = queue && rate_ <= line ? at_least_ + 1 : 0;
+  if (at_least_ >= looksIn(kPatience)) {
+    at_least_ = 0;
+    tries_ = looksIn(kTry);
+    rate_ = line / 2;
+  }
   return rate_;
 }
 

@@ -62,7 +62,8 @@ class Pool {
  public:
   std::byte* take();
   void give(std::byte* buffer) { free_.push_back(buffer); }
-  size_t bytes() const { return all_.size() * kPieceBytes; }
+  // From any thread.
+  size_t bytes() const { return bytes_.load(std::memory_order_relaxed); }
   // Frees unused buffers until `bytes` are left.
   void trim(size_t bytes);
 
@@ -72,6 +73,7 @@ class Pool {
   };
   std::vector<std::unique_ptr<std::byte, Free>> all_;
   std::vector<std::byte*> free_;
+  std::atomic<size_t> bytes_ = 0;
 };
 
 // The result of an attempt to move bytes.
@@ -186,8 +188,8 @@ class RecvStream {
   bool isOpen() const { return openConnections() > 0; }  // more bytes may arrive
   int openConnections() const;
   uint64_t received() const { return received_; }  // bytes, with headers
-  // Whether sockets have bytes for which there is no place yet.
-  bool hasUnexpected() const;
+  // The same, with those that were not read yet.
+  uint64_t arrived() const;
 
   // Reads what has arrived, up to some hundred KiB from each connection.  kBroken: no more bytes
   // can arrive, and expected ones are missing.
@@ -241,7 +243,7 @@ class RecvStream {
 // had data to send doubles its connections as long as that makes it faster; on a short path it goes
 // back when it did not.  When it is paced it begins anew with a few: packets were lost because it
 // had filled the line, and many slow connections make the end of a message late.  From there on it
-// has more only if packets go on to be lost and it is slower than its pace.
+// has more only if packets go on to be lost and it is slower than its pace, and that helps.
 
 // One connection fills a path with a shorter round trip, if nothing is lost.
 inline constexpr Nanos kLongPath = 2 * kMillisecond;
@@ -299,9 +301,13 @@ class ConnectionCount {
 // its rate by itself; other congestion controls send faster until packets are lost.
 //
 // A queue makes round trips longer.  There is no limit until a stream sees its first queue.  From
-// then on the rate falls while there is a queue, and rises while there is none.  It is never below
-// what the line carries at least, so other traffic in the queue does not stop the stream.  Ranks of
-// a host do not share the line's rate: if several send at a time, it limits less.
+// then on the rate falls while there is a queue, and rises while there is none.  It does not stay
+// below what the line carries at least, so other traffic in the queue does not stop the stream.
+//
+// Round trips are also longer where a receiver is busy, or the route has changed.  So if there is a
+// queue at the least rate for some time, the stream tries half of it.  If round trips stay as they
+// are, the queue is not its own, and they count as those without a queue until a shorter one is
+// seen.
 //
 // A line that loses packets without a queue is not paced: there the windows of many connections
 // limit the rate, and what calls measure is less than the line carries.
@@ -324,8 +330,11 @@ class Pace {
   void countLosses(const Sample& sample, bool queue);
 
   double rate_ = 0;
-  uint64_t retransmits_ = 0;   // at the last look
-  Nanos queue_seen_ = 0;       // when a look saw a queue
+  Nanos base_ = 0;            // a round trip that stays longer than the shortest, whatever the rate
+  int at_least_ = 0;          // looks in a row that saw a queue at the least rate
+  int tries_ = 0;             // looks that are left at half of it
+  uint64_t retransmits_ = 0;  // at the last look
+  Nanos queue_seen_ = 0;      // when a look saw a queue
   uint64_t counted_from_ = 0;  // bytes that had been sent
   int losses_alone_ = 0;       // looks since then that saw packets lost and no queue
   bool is_lossy_ = false;

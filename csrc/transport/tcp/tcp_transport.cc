@@ -42,7 +42,8 @@ struct TcpTransport::State {
     int paced_connections = 0;  // of so many
     uint64_t paced_operation = 0;
     bool in_memory = false;
-    int requested = 0;  // connections, ever
+    int requested = 0;  // connections, ever,
+    int failed = 0;     // and those of them that could not be made
     Nanos next_look = 0;
     std::string left_bbr;  // BBR's name, if a connection has left it
     bool is_lossy = false;
@@ -87,6 +88,7 @@ struct TcpTransport::State {
   End& made(std::unique_ptr<End>& end, int r, Args&... args) {
     if (end) return *end;
     end = std::make_unique<End>(args...);
+    next_look_at_lines = 0;
     if (BytePipe* pipe = neighbours ? neighbours->pipe(r) : nullptr) {
       end->stream.add(*pipe);
       end->in_memory = true;
@@ -141,10 +143,11 @@ struct TcpTransport::State {
   Nanos next_silence_look = 0, next_look_at_lines = 0;
   net::ConnectionBudget budget;
 
-  std::mutex mutex;  // of the next three
+  std::mutex mutex;  // of the next four
   std::vector<Accepted> accepted;
   std::vector<Dialled> dialled;
   std::vector<Line> lines;
+  std::vector<std::string> routes;
 
   net::Connector connector;  // last: its threads use the members above
 };
@@ -265,10 +268,15 @@ void TcpTransport::State::lookAtLines() {
   if (time < next_look_at_lines) return;
   next_look_at_lines = time + kLookAtLinesEvery;
   std::vector<Line> looked;
+  std::vector<std::string> ways;
   for (int r = 0; r < size; ++r) {
     const auto& out = outs[static_cast<size_t>(r)];
-    if (!out || out->in_memory || out->stream.connections() == 0) continue;
-    Line line{.to = options.shown.empty() ? r : options.shown[static_cast<size_t>(r)]};
+    if (!out || (!out->in_memory && out->requested == 0)) continue;
+    const int shown = options.shown.empty() ? r : options.shown[static_cast<size_t>(r)];
+    ways.push_back("to rank " + std::to_string(shown) + ": " +
+                   (out->in_memory ? "shared memory" : out->count.why()));
+    if (out->stream.connections() == 0 || out->in_memory) continue;
+    Line line{.to = shown};
     for (int i = 0; i < out->stream.connections(); ++i) {
       const tcp_info info = infoOf(out->stream.connection(i).socket);
       line.bytes += info.tcpi_bytes_acked;
@@ -282,6 +290,7 @@ void TcpTransport::State::lookAtLines() {
   }
   const std::lock_guard lock(mutex);
   lines.swap(looked);
+  routes.swap(ways);
 }
 
 // ---- connections
@@ -339,10 +348,10 @@ void TcpTransport::State::limitUnsent(Out& o) {
                sizeof bytes);
 }
 
-// An additional connection is optional; the first one is not.
+// One connection is needed, whichever; others are optional.
 void TcpTransport::State::dialFailed(int to, const net::ConnectFailure& error) {
   Out& o = out(to);
-  if (o.stream.connections() > 0) return o.count.limit(o.stream.connections());
+  if (++o.failed < o.requested) return o.count.limit(o.requested - o.failed);
   guard.broken(error.own ? rank : to, error.why);
 }
 
@@ -357,11 +366,13 @@ void TcpTransport::State::adaptConnections(int to, Out& o) {
   if (options.leaves_bbr) sample.bbr = chooseCongestionControl(o, sample);
   sample.pace = o.pace.look(sample, static_cast<double>(line_rate) / flows());
   setPace(o);
+  const bool was_long = o.count.isLongPath();
   const int wanted = o.count.look(sample, o.busy);
   o.busy = true;
   request(to, o, wanted);
-  if (const int before = o.stream.used(); o.stream.use(wanted), o.stream.used() < before)
-    limitUnsent(o);
+  const int before = o.stream.used();
+  o.stream.use(wanted);
+  if (o.stream.used() < before || o.count.isLongPath() != was_long) limitUnsent(o);
 }
 
 // The kernel paces without privilege and without a qdisc.  Connections that have no frame to send
@@ -416,7 +427,7 @@ bool TcpTransport::State::chooseCongestionControl(Out& o,
 // The first connection in any case, more as far as the process may have them.
 void TcpTransport::State::request(int to, Out& o, int wanted) {
   while (o.requested < wanted && (o.requested == 0 || budget.take())) request(to, o);
-  if (o.requested < wanted) o.count.limit(o.requested);
+  if (o.requested < wanted) o.count.limit(o.requested - o.failed);
 }
 
 void TcpTransport::State::request(int to, Out& o) {
@@ -676,12 +687,12 @@ void TcpTransport::release(int from) {
   std::erase(state_->receiving, from);
 }
 
-bool TcpTransport::isAwaited() const {
-  const auto has = [](const auto& in) { return in && in->stream.hasUnexpected(); };
-  if (std::ranges::any_of(state_->ins, has)) return true;
-  const std::lock_guard lock(state_->mutex);
-  return std::ranges::any_of(state_->accepted,
-                             [](const auto& one) { return net::hasBytes(one.socket); });
+uint64_t TcpTransport::arrived() {
+  state_->collect();
+  uint64_t bytes = 0;
+  for (const auto& in : state_->ins)
+    if (in && !in->in_memory) bytes += in->stream.arrived();
+  return bytes;
 }
 
 void TcpTransport::leave(Nanos longest) {
@@ -718,14 +729,8 @@ std::vector<Line> TcpTransport::lines() const {
 }
 
 std::vector<std::string> TcpTransport::routes() const {
-  const std::vector<int>& shown = state_->options.shown;
-  std::vector<std::string> all;
-  for (int r = 0; r < state_->size; ++r)
-    if (const auto& out = state_->outs[static_cast<size_t>(r)];
-        out && (out->in_memory || out->requested > 0))
-      all.push_back("to rank " + std::to_string(shown.empty() ? r : shown[static_cast<size_t>(r)]) +
-                    ": " + (out->in_memory ? "shared memory" : out->count.why()));
-  return all;
+  const std::lock_guard lock(state_->mutex);
+  return state_->routes;
 }
 
 }  // namespace ringreduce

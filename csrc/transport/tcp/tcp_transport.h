@@ -58,7 +58,6 @@ class TcpTransport final : public Transport {
   const std::byte* peek(int from) override;
   void release(int from) override;
 
-  bool isAwaited() const override;
   void setPatience(Patience patience) override;
   void setLineRate(uint64_t rate) override;
   void leave(Nanos longest) override;
@@ -71,6 +70,7 @@ class TcpTransport final : public Transport {
 
  private:
   void open(const Opening& operation) override;
+  uint64_t arrived() override;
 
   struct State;
   std::unique_ptr<State> state_;
