@@ -34,15 +34,16 @@ def parameters_of(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """The parameters that DDP averages, or would.
 
     Returns:
-        By the names that they have without DDP.
+        By the names that they have without DDP and torch.compile.
     """
+    model = getattr(model, "_orig_mod", model)
     if isinstance(model, DistributedDataParallel):
         ignored = set(model.parameters_to_ignore)
         model = model.module
     else:
         ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
     return {
-        name: parameter
+        name.replace("_orig_mod.", ""): parameter
         for name, parameter in model.named_parameters()
         if parameter.requires_grad and name not in ignored
     }
@@ -121,10 +122,14 @@ def number(value: object, name: str) -> float:
 
     Raises:
         TypeError: it is none.
+        ValueError: it is too large for a float.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} is a number, not {value!r}")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name} is a number that a float holds, not {value}") from None
 
 
 def _laid_out(parameter: torch.nn.Parameter) -> tuple[torch.Tensor, torch.Tensor]:

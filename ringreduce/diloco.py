@@ -84,6 +84,8 @@ def _shared_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     if not found:
         raise ValueError("the model has no parameters that require a gradient")
     for name, p in found.items():
+        if torch.nn.parameter.is_lazy(p):
+            raise ValueError(f"DiLoCo takes parameters that have a shape, and {name} has none yet")
         local = _local(p)
         if type(local) is not torch.Tensor or local.layout != torch.strided or local.is_meta:
             raise ValueError(
@@ -186,9 +188,16 @@ class _Site:
                     "not: call fully_shard on the whole model"
                 )
         self.is_sharded = mesh is not None
-        if isinstance(model, DistributedDataParallel):
-            self._groups = [model.process_group]
-            self.ranks = dist.get_process_group_ranks(model.process_group)
+        # DDP may be inside: of torch.compile, or of a module that holds one.
+        replicas = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
+        found = {tuple(dist.get_process_group_ranks(m.process_group)) for m in replicas}
+        if len(found) > 1:
+            raise ValueError(
+                f"the model's DistributedDataParallel modules have other ranks: {sorted(found)}"
+            )
+        if replicas:
+            self._groups = [replicas[0].process_group]
+            self.ranks = dist.get_process_group_ranks(replicas[0].process_group)
         elif mesh is not None:
             self._groups = mesh.get_all_groups()
             self.ranks = mesh.mesh.flatten().tolist()
@@ -248,6 +257,16 @@ class _Site:
             module.reshard()
 
 
+def _stepping(outer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """An outer optimizer.  Raises ValueError if it cannot make a step with a dense gradient."""
+    if isinstance(outer, (torch.optim.LBFGS, torch.optim.SparseAdam)):
+        raise ValueError(
+            f"outer_optimizer cannot be {type(outer).__name__}, which needs a closure, or sparse "
+            "gradients"
+        )
+    return outer
+
+
 @dataclass
 class _Flight:
     """An average of a fragment that has begun, or arrived, and is not applied yet."""
@@ -259,6 +278,9 @@ class _Flight:
     weight: torch.Tensor | None = None  # likewise an average
     works: list[dist.Work | SparseAverage] = field(default_factory=list)
     group: dist.ProcessGroup | None = None
+    # Stands for what all ranks must have alike; and the greatest and the least of all ranks'.
+    proof: int = 0
+    ends: torch.Tensor | None = None
 
 
 class DiLoCo:
@@ -331,6 +353,15 @@ class DiLoCo:
             raise TypeError(f"model is a torch.nn.Module, not a {type(model).__name__}")
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizer is a torch optimizer, not a {type(optimizer).__name__}")
+        # Wrappers, such as Accelerate's, are optimizers without hooks.
+        wrapped = getattr(optimizer, "optimizer", None)
+        while isinstance(wrapped, torch.optim.Optimizer):
+            optimizer, wrapped = wrapped, getattr(wrapped, "optimizer", None)
+        if not hasattr(optimizer, "_optimizer_step_post_hooks"):
+            raise TypeError(
+                f"a {type(optimizer).__name__} has no hooks of torch optimizers: give the one that "
+                "it wraps"
+            )
         parameters = _shared_parameters(model)
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if own.isdisjoint(map(id, parameters.values())):
@@ -378,7 +409,7 @@ class DiLoCo:
         self._group = None if isinstance(groups, str) else groups
         self._site.refuse(self._group)
 
-        self._optimizer = optimizer
+        self._model, self._optimizer = model, optimizer
         self._fragments = _split(parameters, fragments)
         self.outer_optimizer = self._outer(outer_optimizer)
         self._flights: list[_Flight] = []
@@ -403,6 +434,10 @@ class DiLoCo:
         masters = [part.master for _, part in self._parts()]
         if given is None:
             return torch.optim.SGD(masters, lr=0.7, momentum=0.9, nesterov=True)
+        if given is self._optimizer:
+            raise ValueError(
+                "outer_optimizer is the optimizer of the inner steps: make another one"
+            )
         if not isinstance(given, torch.optim.Optimizer):
             if not callable(given):
                 raise TypeError(
@@ -412,7 +447,13 @@ class DiLoCo:
             made = given(masters)
             if not isinstance(made, torch.optim.Optimizer):
                 raise TypeError(f"outer_optimizer made a {type(made).__name__}, no optimizer")
-            return made
+            held = [id(p) for group in made.param_groups for p in group["params"]]
+            if sorted(held) != sorted(map(id, masters)):
+                raise ValueError(
+                    "outer_optimizer must make an optimizer of all parameters of the list that it "
+                    "receives, and of no others"
+                )
+            return _stepping(made)
         copies = {id(part.parameter): part.master for _, part in self._parts()}
         held = [id(p) for group in given.param_groups for p in group["params"]]
         if sorted(held) != sorted(copies) or given.state:
@@ -422,7 +463,7 @@ class DiLoCo:
             )
         for group in given.param_groups:
             group["params"] = [copies[id(p)] for p in group["params"]]
-        return given
+        return _stepping(given)
 
     def _agree(self) -> None:
         """Raises Mismatch, on all ranks alike, unless all have the same arguments.  Collective."""
@@ -433,8 +474,10 @@ class DiLoCo:
         # A rank that joins a running group receives the state of the others (ringreduce.elastic).
         if extension().goes_on(backend) and not extension().is_connected(backend):
             return
+        # The text of other objects may have their addresses.
+        plain = (bool, int, float, str, tuple, type(None))
         outer = [
-            {key: value for key, value in each.items() if key != "params"}
+            {k: v if isinstance(v, plain) else type(v).__name__ for k, v in each.items()}
             for each in self.outer_optimizer.param_groups
         ]
         arguments = {
@@ -510,13 +553,12 @@ class DiLoCo:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Applies the rounds under way; those are dropped if an exception ended the block."""
+        """Applies the rounds under way.  If an exception ended the block they stay under way: other
+        ranks apply them, so the next step, `sync` or `state_dict` does."""
         self._hook.remove()
         self._hook = None
         if kind is None:
             self._land(lambda flight: True)
-        else:
-            self._flights.clear()
 
     def sync(self) -> None:
         """A round of all fragments, now; collective.  All ranks have the same parameters then.
@@ -547,14 +589,22 @@ class DiLoCo:
             ValueError: `rank` is not in the group.
             PeerLost, Timeout, Mismatch, Aborted: see `ringreduce.errors`.
         """
+        whole(rank, "rank")
         found = ringreduce_group(self._group if group is None else group)
         ranks = dist.get_process_group_ranks(found)
         if rank not in ranks:
             raise ValueError(f"rank {rank} has no state for ranks {ranks}: it is none of them")
         mine = dist.get_rank() == rank
-        sent: list[Any] = [self.state_dict() if mine else None]
+        sent: list[Any] = [None]
         if mine:
+            # After a failure those of the group before are dropped.
+            with contextlib.suppress(dist.DistBackendError):
+                for flight in list(self._flights):
+                    self._await(flight)
+            sent = [self.state_dict()]
             sent[0].pop("residuals")  # each rank has its own
+            # pickle writes all of a storage for each view of it.
+            sent[0]["parameters"] = {k: v.clone() for k, v in sent[0]["parameters"].items()}
         with noting_errors(found):
             dist.broadcast_object_list(sent, src=rank, group=found, device=torch.device("cpu"))
         if not mine:
@@ -571,8 +621,8 @@ class DiLoCo:
 
         Returns:
             version, rank, shard, step, rounds, tokens, marks, the global values (`parameters`) and
-            `residuals` by the names of parameters, the state of `outer_optimizer`, and `pending`:
-            averages that are not applied yet.
+            `residuals` by the names of parameters, the state of `outer_optimizer`, its class
+            (`outer`), and `pending`: averages that are not applied yet.
         """
         for flight in list(self._flights):
             self._await(flight)
@@ -590,6 +640,7 @@ class DiLoCo:
                 for message, part in self._parts()
                 if message.residual is not None
             },
+            "outer": type(self.outer_optimizer).__name__,
             "outer_optimizer": self.outer_optimizer.state_dict(),
             "pending": [(f.fragment, f.due, list(f.sums)) for f in self._flights],
         }
@@ -607,27 +658,8 @@ class DiLoCo:
             ValueError: not such a state, or one of other parameters or fragments; nothing has
                 changed then.
         """
-        if not isinstance(state_dict, Mapping) or state_dict.get("version") != 1:
-            raise ValueError("this is no state_dict of a DiLoCo that is known here")
-        if state_dict.get("shard", 0) != self._site.shard:
-            raise ValueError(
-                f"the state is of shard {state_dict.get('shard', 0)} of the model, and this rank "
-                f"has shard {self._site.shard}: load one of a rank with the same shard"
-            )
+        self._refuse(state_dict)
         values, parts = state_dict["parameters"], list(self._parts())
-        mine = {part.name: tuple(part.local.shape) for _, part in parts}
-        theirs = {name: tuple(value.shape) for name, value in values.items()}
-        if odd := sorted(n for n in mine | theirs if mine.get(n) != theirs.get(n)):
-            raise ValueError(
-                f"the state does not fit the model: {odd[0]} has shape "
-                f"{theirs.get(odd[0], 'none')} in the state and {mine.get(odd[0], 'none')} in the "
-                "model"
-            )
-        if len(state_dict["marks"]) != len(self._fragments):
-            raise ValueError(
-                f"the state has {len(state_dict['marks'])} fragments, and this DiLoCo "
-                f"{len(self._fragments)}"
-            )
         self.outer_optimizer.load_state_dict(copy.deepcopy(state_dict["outer_optimizer"]))
         self._step, self._rounds = state_dict["step"], state_dict["rounds"]
         own = state_dict["rank"] == dist.get_rank()
@@ -654,8 +686,53 @@ class DiLoCo:
         ]
         self._since = clock.now()
 
+    def _refuse(self, state: Mapping[str, Any]) -> None:
+        """Raises ValueError unless it is a state that this DiLoCo can go on from."""
+        if not isinstance(state, Mapping) or state.get("version") != 1:
+            raise ValueError("this is no state_dict of a DiLoCo that is known here")
+        keys = {"rank", "step", "rounds", "tokens", "marks", "parameters", "residuals",
+                "outer_optimizer", "pending"}  # fmt: skip
+        if missing := sorted(keys - state.keys()):
+            raise ValueError(f"the state has no {', '.join(missing)}: it is damaged")
+        if state.get("shard", 0) != self._site.shard:
+            raise ValueError(
+                f"the state is of shard {state.get('shard', 0)} of the model, and this rank has "
+                f"shard {self._site.shard}: load one of a rank with the same shard"
+            )
+        outer = type(self.outer_optimizer).__name__
+        if state.get("outer", outer) != outer:
+            raise ValueError(
+                f"the state is of the outer optimizer {state['outer']}, and this DiLoCo has {outer}"
+            )
+
+        def kind(value: torch.Tensor) -> str:
+            return f"shape {tuple(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
+
+        mine = {part.name: kind(part.master) for _, part in self._parts()}
+        theirs = {name: kind(value) for name, value in state["parameters"].items()}
+        lost = {name: kind(value) for name, value in state["residuals"].items()}
+        for what, found in (("", theirs), ("the residual of ", mine | lost)):
+            if odd := sorted(n for n in mine | found if mine.get(n) != found.get(n)):
+                raise ValueError(
+                    f"the state does not fit the model: {what}{odd[0]} has "
+                    f"{found.get(odd[0], 'no values')} in the state and "
+                    f"{mine.get(odd[0], 'no values')} in the model"
+                )
+        if len(state["marks"]) != len(self._fragments):
+            raise ValueError(
+                f"the state has {len(state['marks'])} fragments, and this DiLoCo "
+                f"{len(self._fragments)}"
+            )
+        for fragment, _, sums in state["pending"]:
+            fits = 0 <= fragment < len(self._fragments) and [
+                kind(message.values) for message in self._fragments[fragment]
+            ] == [kind(average) for average in sums]
+            if not fits:
+                raise ValueError("a round that is under way in the state does not fit the model")
+
     # ---- rounds
 
+    @torch.compiler.disable
     @torch.no_grad()
     def _after_step(self, *_: Any) -> None:
         """Follows each step of the inner optimizer."""
@@ -681,6 +758,7 @@ class DiLoCo:
     @torch.no_grad()
     def _begin(self, fragment: int) -> None:
         """Starts a round of a fragment."""
+        self._refuse_new_parameters()
         self._land(lambda flight: flight.fragment == fragment)
         group = ringreduce_group(self._group, call=True)
         flight = _Flight(fragment, self._step + self._overlap, [], group=group)
@@ -713,9 +791,31 @@ class DiLoCo:
                     flight.works.append(self._start_coded(moved, error, group))
                 flight.sums.append(moved)
                 flight.errors.append(error)
+            # Last: the round does not wait for it.
+            flight.proof = self._proof(fragment)
+            flight.ends = torch.tensor([flight.proof, -flight.proof], device="cpu")
+            flight.works.append(
+                dist.all_reduce(flight.ends, dist.ReduceOp.MAX, group=group, async_op=True)
+            )
         self._flights.append(flight)
         self._marks[fragment] = self._step, self._tokens
         self._rounds += 1
+
+    def _proof(self, fragment: int) -> int:
+        """A number that differs if a rank is in another round, or has other global values."""
+        sums = [int(m.values.view(torch.int32).sum()) for m in self._fragments[fragment]]
+        return zlib.crc32(repr((self._rounds, fragment, self._counts, sums)).encode())
+
+    def _refuse_new_parameters(self) -> None:
+        """Raises RuntimeError if inner steps change a parameter of the model that is not shared."""
+        shared = {id(part.parameter) for _, part in self._parts()}
+        stepped = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
+        for name, p in parameters_of(self._model).items():
+            if id(p) in stepped - shared:
+                raise RuntimeError(
+                    f"{name} was not trained when the DiLoCo was made, so ranks do not share it: "
+                    "make a new DiLoCo once it is"
+                )
 
     def _start_coded(
         self, moved: torch.Tensor, error: torch.Tensor | None, group: dist.ProcessGroup
@@ -745,6 +845,15 @@ class DiLoCo:
         with self._dropping_rounds(flight.group):
             for work in flight.works:
                 work.wait()
+            ends = flight.ends
+            if ends is not None and ends[0] != -ends[1]:
+                odd = ranks_that_differ(flight.proof, flight.group)
+                raise Mismatch(
+                    f"DiLoCo: of {dist.get_world_size(flight.group)} ranks, {odd} are in another "
+                    "round than the others, or have other global parameters, or do not count "
+                    "tokens as they do; the round was not applied.  sync_from gives all ranks the "
+                    "state of one"
+                )
         flight.works = []
         for average, error, message in zip(
             flight.sums, flight.errors, self._fragments[flight.fragment], strict=True

@@ -464,16 +464,110 @@ def test_a_restart_goes_on_bit_for_bit(me: Rank, at: int, codec: str) -> None:
         assert not second.state_dict()["residuals"]
         for name, value in second.state_dict()["parameters"].items():
             assert torch.equal(again.get_parameter(name), value.to(again.get_parameter(name).dtype))
-    for wrong in (
-        {**kept[2], "version": 2},
-        {**kept[2], "marks": [(0, 0)]},
-        {**kept[2], "parameters": {"small": torch.zeros(1)}},
+    before = second.state_dict()
+    values = kept[2]["parameters"]
+    for wrong, says in (
+        ({**kept[2], "version": 2}, "no state_dict"),
+        ({k: v for k, v in kept[2].items() if k != "rounds"}, "no rounds"),
+        ({**kept[2], "marks": [(0, 0)]}, "fragments"),
+        ({**kept[2], "parameters": {"small": torch.zeros(1)}}, "fit"),
+        ({**kept[2], "parameters": {k: v.half() for k, v in values.items()}}, "float16"),
+        ({**kept[2], "residuals": {"small": torch.zeros(1)}}, "residual"),
+        ({**kept[2], "pending": [(7, 3, [])]}, "under way"),
+        ({**kept[2], "outer": "Adam"}, "Adam"),
     ):
-        with pytest.raises(ValueError, match="state"):
+        with pytest.raises(ValueError, match=says):
             second.load_state_dict(wrong)
+        assert second.state_dict()["rounds"] == before["rounds"]
     second.sync_from(1)
     same_on_all(oracle.digest(*second.state_dict()["parameters"].values()))
     same_on_all(second.step)
+
+
+def small(**settings: Any) -> tuple[torch.nn.Module, Any, Callable[[], None]]:
+    """A model of two parameters, its DiLoCo, and an inner step."""
+    torch.manual_seed(2)
+    model = torch.nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    diloco = make(model, optimizer, codec=None, sync_every=4, **settings)
+    draw = torch.Generator().manual_seed(dist.get_rank())
+
+    def learn() -> None:
+        optimizer.zero_grad()
+        model(torch.randn(4, 6, generator=draw)).square().mean().backward()
+        optimizer.step()
+
+    return model, diloco, learn
+
+
+@on_ranks(3)
+def test_ranks_that_went_apart_are_named_in_the_next_round(me: Rank) -> None:
+    model, diloco, learn = small(overlap=1)
+    kept = []
+    with diloco:
+        for _ in range(10):
+            learn()
+            kept.append(saved((model.state_dict(), diloco.state_dict())))
+    # Rank 2 loads an older checkpoint; then one whose values differ in a bit.
+    for rank_2_has in (4, 9):
+        values, state = kept[rank_2_has if me.rank == 2 else 9]
+        model.load_state_dict(values)
+        if rank_2_has == 9 and me.rank == 2:
+            state["parameters"]["bias"].view(torch.int32)[0] += 1
+        diloco.load_state_dict(state)
+        with pytest.raises(ringreduce.Mismatch, match=r"\[2\] are in another round"):
+            diloco.sync()
+        diloco.sync_from(0)
+        diloco.sync()
+        same_on_all(digest(model))
+
+
+@on_ranks(2)
+def test_an_exception_leaves_rounds_under_way(me: Rank) -> None:
+    """The other ranks apply them, so this one does when it goes on."""
+    model, diloco, learn = small(overlap=3)
+    for _ in range(2):
+        with contextlib.suppress(KeyError), diloco:
+            while diloco.step < 13:
+                learn()
+                if diloco.step == 5 and me.rank == 0:
+                    raise KeyError("of the program")
+    diloco.sync()
+    same_on_all(digest(model))
+
+
+@on_ranks(2)
+def test_what_optimizers_and_models_may_be(me: Rank) -> None:
+    class Wrapped(torch.optim.Optimizer):
+        """As Accelerate's: it has none of the attributes of an optimizer but these."""
+
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.optimizer = optimizer
+
+        param_groups = property(lambda self: self.optimizer.param_groups)
+
+    torch.manual_seed(me.rank)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Linear(4, 2))
+    model[0].requires_grad_(False)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match="Bare has no hooks"):
+        make(model, type("Bare", (Wrapped,), {"__init__": lambda self, one: None, "param_groups":
+                                              inner.param_groups})(inner))  # fmt: skip
+    # A compiled model, and a compiled step of an optimizer that is wrapped.
+    compiled = torch.compile(model, backend="eager")
+    diloco = make(compiled, Wrapped(inner), sync_every=2)
+    assert set(diloco.state_dict()["parameters"]) == {"1.weight", "1.bias"}
+    step = torch.compile(inner.step, backend="eager")
+    with diloco:
+        for _ in range(4):
+            inner.zero_grad()
+            model(torch.ones(3, 6)).square().mean().backward()
+            step()
+        assert (diloco.step, diloco.rounds) == (4, 2)
+        same_on_all(oracle.digest(*model[1].parameters()))
+        model[0].requires_grad_(True)
+        with pytest.raises(RuntimeError, match=r"0\.weight was not trained"):
+            diloco.sync()
 
 
 @on_ranks(3)
@@ -537,6 +631,11 @@ def test_bad_arguments_are_named_before_anything_is_sent(me: Rank) -> None:
         ({"outer_optimizer": stepped}, "outer_optimizer"),
         ({"outer_optimizer": 0.7}, "outer_optimizer"),
         ({"outer_optimizer": lambda parameters: None}, "outer_optimizer"),
+        ({"outer_optimizer": optimizer}, "outer_optimizer"),
+        ({"outer_optimizer": lambda _: torch.optim.SGD(model.parameters(), 1.0)}, "of all"),
+        ({"outer_optimizer": lambda some: torch.optim.SGD(some[:1], 1.0)}, "of all"),
+        ({"outer_optimizer": lambda some: torch.optim.LBFGS(some)}, "closure"),
+        ({"model": torch.nn.LazyLinear(8)}, "weight has none"),
         ({"codec": "int2"}, "int2"),
         ({"codec": 4}, "codec"),
         *(
@@ -551,11 +650,16 @@ def test_bad_arguments_are_named_before_anything_is_sent(me: Rank) -> None:
         ({"overlap": 6}, "overlap"),
         ({"overlap": -1}, "overlap"),
         ({"fragment_update_alpha": 1.5}, "fragment_update_alpha"),
+        ({"fragment_update_alpha": 10**400}, "fragment_update_alpha"),
         ({"groups": "rack"}, "groups"),
         ({"groups": 1}, "groups"),
         ({"sync_seconds": 0}, "sync_seconds"),
         ({"sync_seconds": 1.0, "codec": "float16"}, "float16"),
-        ({"model": DistributedDataParallel(model)}, "site"),
+        *(
+            ({"model": whole}, "site")
+            for ddp in [DistributedDataParallel(model)]
+            for whole in (ddp, torch.compile(ddp), torch.nn.Sequential(ddp))
+        ),
     ]
     before = len(ringreduce.records())
     for given, named in cases:

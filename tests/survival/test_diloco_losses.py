@@ -72,8 +72,9 @@ def test_sigkill_costs_no_round(pool: Pool, world: MakeWorld, full: bool, wire: 
         assert all(value == values[0] for value in values), case
 
 
-def go_on_in_a_new_group(me: Rank, prefix: str) -> list[str]:
-    """Digests of the global parameters where the loss was seen, and after a round of the others."""
+def go_on_in_a_new_group(me: Rank, prefix: str, under_way: bool) -> list[str]:
+    """Digests of the global parameters where the loss was seen, and after a round of the others.
+    `under_way`: a round is, whose failure is seen by `sync_from` alone."""
     torch.manual_seed(1)
     model = torch.nn.Linear(64, 32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -96,10 +97,12 @@ def go_on_in_a_new_group(me: Rank, prefix: str) -> list[str]:
             try:
                 before = shared()  # it waits for rounds under way
                 learn()
+                if under_way and diloco.step == 14:
+                    dist.all_reduce(torch.ones(1))
             except ringreduce.PeerLost as error:
                 assert error.rank == 1
                 break
-        assert diloco.step < 20 and shared() == before
+        assert diloco.step < 20 and (under_way or shared() == before)
         dist.destroy_process_group()
         me.init(prefix, rank=me.rank // 2, size=2)
         diloco.sync_from(1)
@@ -110,9 +113,10 @@ def go_on_in_a_new_group(me: Rank, prefix: str) -> list[str]:
         return [*found, shared(), oracle.digest(*model.parameters())]
 
 
-def test_training_goes_on_in_a_new_group(pool: Pool, world: MakeWorld) -> None:
+@pytest.mark.parametrize("under_way", [False, True], ids=["", "a round is under way"])
+def test_training_goes_on_in_a_new_group(pool: Pool, world: MakeWorld, under_way: bool) -> None:
     """A round that fails leaves the global parameters as they were."""
-    call = pool.start(go_on_in_a_new_group, world(3), pool.name(), remade=True)
+    call = pool.start(go_on_in_a_new_group, world(3), pool.name(), under_way, remade=True)
     first, lost, last = call.outcomes()
     assert isinstance(lost, Died) and isinstance(first, Done) and isinstance(last, Done), (
         first,

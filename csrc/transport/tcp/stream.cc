@@ -425,6 +425,7 @@ namespace {
 // Connections on a long path: slow start needs a round trip for each doubling.  BBR needs fewer.
 constexpr int kAtFirst = 8, kAtFirstWithBbr = 4;
 constexpr double kWorthwhile = 1.15;
+constexpr int kTriesPaced = 3;
 // A stream that reaches this part of its pace has enough connections.
 constexpr double kWell = 0.8;
 
@@ -439,6 +440,7 @@ int ConnectionCount::look(const Sample& sample, bool busy) {
   if (const bool paced = sample.pace > 0; std::exchange(paced_, paced) != paced) {
     settled_ = false;
     before_ = 0;
+    in_vain_ = 0;
     lost_ = 0;
     since_ = sample;
     if (paced) wanted_ = std::min(wanted_, std::max(least_, kAtFirstWithBbr));
@@ -464,6 +466,8 @@ int ConnectionCount::look(const Sample& sample, bool busy) {
   if (paced_ && (lost == 0 || rate_ > kWell * sample.pace)) return wanted_;
   if (lost_ == 0 && !isLongPath()) return wanted_;
   if (rate_ < before_ * kWorthwhile) {
+    // Of a paced stream that loses packets one measurement says little.
+    if (paced_ && ++in_vain_ < kTriesPaced) return wanted_;
     settled_ = true;
     // On a short path surplus connections only cost system calls.  On a long path they do no harm,
     // and one measurement says little while windows open and close.
@@ -472,6 +476,7 @@ int ConnectionCount::look(const Sample& sample, bool busy) {
     rate_ = before_;
     return wanted_ = fewer_;
   }
+  in_vain_ = 0;
   before_ = rate_;
   fewer_ = wanted_;
   return wanted_ = std::min(2 * wanted_, most_);

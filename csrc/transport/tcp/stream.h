@@ -290,6 +290,7 @@ class ConnectionCount {
   double rate_ = 0;    // bytes a second
   int fewer_ = 0;      // connections before the last doubling,
   double before_ = 0;  // and the rate with those
+  int in_vain_ = 0;    // measurements in a row that were no faster
   int no_faster_ = 0;  // a higher number that was tried
   Nanos round_trip_ = 0;
   uint64_t lost_ = 0;
