@@ -426,7 +426,7 @@ namespace {
 constexpr int kAtFirst = 8, kAtFirstWithBbr = 4;
 constexpr double kWorthwhile = 1.15;
 constexpr int kTriesPaced = 3;
-// A stream that reaches this part of its pace has enough connections.
+// A stream that reaches this part of its pace, or of its rate of before, has enough connections.
 constexpr double kWell = 0.8;
 
 }  // namespace
@@ -461,7 +461,13 @@ int ConnectionCount::look(const Sample& sample, bool busy) {
   const uint64_t lost = sample.retransmits - since_.retransmits;
   lost_ += lost;
   since_ = sample;
-  if (settled_ || wanted_ == most_ || sample.bbr) return wanted_;
+  if (wanted_ == most_ || sample.bbr) return wanted_;
+  if (settled_) {
+    // Losses shrink windows only after a while, and then the first measurements have said too much.
+    if (isLongPath() && !paced_ && lost > 0 && rate_ < kWell * before_)
+      wanted_ = std::min(2 * wanted_, most_);
+    return wanted_;
+  }
   // The pace tells what the line carries.  A stream that loses packets and is slower needs more.
   if (paced_ && (lost == 0 || rate_ > kWell * sample.pace)) return wanted_;
   if (lost_ == 0 && !isLongPath()) return wanted_;
@@ -471,7 +477,10 @@ int ConnectionCount::look(const Sample& sample, bool busy) {
     settled_ = true;
     // On a short path surplus connections only cost system calls.  On a long path they do no harm,
     // and one measurement says little while windows open and close.
-    if (isLongPath()) return wanted_;
+    if (isLongPath()) {
+      before_ = std::max(before_, rate_);
+      return wanted_;
+    }
     no_faster_ = wanted_;
     rate_ = before_;
     return wanted_ = fewer_;
