@@ -135,7 +135,10 @@ class OverStreams {
   // which algorithms are chosen.
   bool learn() {
     const uint64_t rate = notice();
-    return options.measures && line.end(taken_, rate, transport.heard().rate);
+    if (!options.measures || !line.end(taken_, rate, transport.heard().rate)) return false;
+    // In a ring through hosts of several ranks one sends to the next host and another receives.
+    if (came_ == 0) transport.setLineRate(line.rate());
+    return true;
   }
   // Memory until finish(), to send from or to receive into.
   std::byte* scratch(size_t bytes) { return scratch_.take(bytes); }
@@ -147,13 +150,13 @@ class OverStreams {
   }
 
  private:
-  Scratch scratch_;
-  // Of fewer bytes windows have not opened yet, and a rank may have paused.
+  // While fewer bytes have come, windows have not opened yet, or a rank has paused.
   static constexpr uint64_t kBelieved = 8 << 20;
 
-  Candidate taken_;  // by the operation
-  double hops_ = 0;  // of it
-  uint64_t greatest_ = 0, came_ = 0;
+  Scratch scratch_;
+  Candidate taken_;                   // by the operation
+  double hops_ = 0;                   // of it
+  uint64_t greatest_ = 0, came_ = 0;  // the rate of a call, and bytes of all that were measured
 };
 
 }  // namespace ringreduce

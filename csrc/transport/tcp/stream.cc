@@ -437,6 +437,7 @@ int initialConnections(Nanos round_trip) {
 
 int ConnectionCount::look(const Sample& sample, bool busy) {
   round_trip_ = sample.round_trip;
+  pace_ = sample.pace;
   if (const bool paced = sample.pace > 0; std::exchange(paced_, paced) != paced) {
     settled_ = false;
     before_ = 0;
@@ -500,7 +501,7 @@ std::string ConnectionCount::why() const {
                      fixedText(static_cast<double>(round_trip_) / kMillisecond, 1) + " ms, " +
                      std::to_string(lost_) + " packets lost, " + fixedText(rate_ * 8e-6, 0) +
                      " Mbit/s";
-  if (paced_) text += ", paced";
+  if (paced_) text += ", paced at " + fixedText(pace_ * 8e-6, 0);
   if (no_faster_ > 0) text += "; " + std::to_string(no_faster_) + " were no faster";
   return text;
 }

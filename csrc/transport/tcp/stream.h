@@ -288,6 +288,7 @@ class ConnectionCount {
   bool settled_ = false, paced_ = false;
   Sample since_;       // the start of this measurement
   double rate_ = 0;    // bytes a second
+  double pace_ = 0;    // likewise
   int fewer_ = 0;      // connections before the last doubling,
   double before_ = 0;  // and the rate with those
   int in_vain_ = 0;    // measurements in a row that were no faster
