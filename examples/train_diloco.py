@@ -67,7 +67,7 @@ def train(args: argparse.Namespace, way: str, texts: tuple[torch.Tensor, torch.T
 
     def is_over(step: int) -> bool:
         if by_time:  # ranks make different numbers of steps
-            return diloco.rounds >= args.steps // args.sync_every
+            return diloco.rounds >= args.steps // args.sync_every * args.fragments
         return step >= args.steps
 
     before = bytes_sent()
