@@ -732,7 +732,7 @@ class DiLoCo:
 
     # ---- rounds
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()
     def _after_step(self, *_: Any) -> None:
         """Follows each step of the inner optimizer."""
@@ -741,7 +741,10 @@ class DiLoCo:
         for fragment in self._due():
             self._begin(fragment)
             self._land(lambda flight: flight.due <= self._step)
-            self._since = clock.now()
+            if self._seconds is not None:
+                # Of the clock and not of the last round: a slow site would begin later each time.
+                interval = self._seconds / len(self._fragments)
+                self._since = max(self._since + interval, clock.now() - interval)
 
     def _due(self) -> list[int]:
         """The fragments whose rounds begin now."""
