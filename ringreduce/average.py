@@ -137,10 +137,19 @@ def ranks_that_differ(number: int, group: dist.ProcessGroup) -> list[int]:
     mine = torch.tensor([number], dtype=torch.int64, device=device)
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, mine, group=group)
-    values = [value.item() for value in gathered]
-    right = max(values, key=lambda value: (values.count(value), -values.index(value)))
     ranks = dist.get_process_group_ranks(group)
-    return [rank for rank, value in zip(ranks, values, strict=True) if value != right]
+    return odd_ones(dict(zip(ranks, (int(value) for value in gathered), strict=True)))
+
+
+def odd_ones(numbers: dict[int, int]) -> list[int]:
+    """The ranks whose number is not that of most; of two as frequent the lowest rank's holds.
+
+    Args:
+        numbers: by rank.
+    """
+    values = [numbers[rank] for rank in sorted(numbers)]
+    right = max(values, key=lambda value: (values.count(value), -values.index(value)))
+    return [rank for rank in sorted(numbers) if numbers[rank] != right]
 
 
 def _require_same(signature: tuple[int, ...], group: dist.ProcessGroup) -> None:

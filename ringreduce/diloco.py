@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch.autograd.profiler import record_function
 from torch.nn.parallel import DistributedDataParallel
 
-from ringreduce.average import meeting_device, ranks_that_differ, start_average
+from ringreduce.average import meeting_device, odd_ones, ranks_that_differ, start_average
 from ringreduce.compression import number, parameters_of, whole
 from ringreduce.core import clock
 from ringreduce.core.backend import (
@@ -193,7 +193,7 @@ class _Site:
         found = {tuple(dist.get_process_group_ranks(m.process_group)) for m in replicas}
         if len(found) > 1:
             raise ValueError(
-                f"the model's DistributedDataParallel modules have other ranks: {sorted(found)}"
+                f"the model's DistributedDataParallel modules have different ranks: {sorted(found)}"
             )
         if replicas:
             self._groups = [replicas[0].process_group]
@@ -278,9 +278,7 @@ class _Flight:
     weight: torch.Tensor | None = None  # likewise an average
     works: list[dist.Work | SparseAverage] = field(default_factory=list)
     group: dist.ProcessGroup | None = None
-    # Stands for what all ranks must have alike; and the greatest and the least of all ranks'.
-    proof: int = 0
-    ends: torch.Tensor | None = None
+    proofs: torch.Tensor | None = None  # of each rank; -1: of one that is lost
 
 
 class DiLoCo:
@@ -353,15 +351,14 @@ class DiLoCo:
             raise TypeError(f"model is a torch.nn.Module, not a {type(model).__name__}")
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizer is a torch optimizer, not a {type(optimizer).__name__}")
-        # Wrappers, such as Accelerate's, are optimizers without hooks.
-        wrapped = getattr(optimizer, "optimizer", None)
-        while isinstance(wrapped, torch.optim.Optimizer):
-            optimizer, wrapped = wrapped, getattr(wrapped, "optimizer", None)
-        if not hasattr(optimizer, "_optimizer_step_post_hooks"):
-            raise TypeError(
-                f"a {type(optimizer).__name__} has no hooks of torch optimizers: give the one that "
-                "it wraps"
-            )
+        while not hasattr(optimizer, "_optimizer_step_post_hooks"):
+            inner = getattr(optimizer, "optimizer", None)  # of a wrapper, such as Accelerate's
+            if not isinstance(inner, torch.optim.Optimizer):
+                raise TypeError(
+                    f"a {type(optimizer).__name__} has no hooks of torch optimizers: give the one "
+                    "that it wraps"
+                )
+            optimizer = inner
         parameters = _shared_parameters(model)
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if own.isdisjoint(map(id, parameters.values())):
@@ -454,6 +451,7 @@ class DiLoCo:
                     "receives, and of no others"
                 )
             return _stepping(made)
+        _stepping(given)
         copies = {id(part.parameter): part.master for _, part in self._parts()}
         held = [id(p) for group in given.param_groups for p in group["params"]]
         if sorted(held) != sorted(copies) or given.state:
@@ -463,7 +461,7 @@ class DiLoCo:
             )
         for group in given.param_groups:
             group["params"] = [copies[id(p)] for p in group["params"]]
-        return _stepping(given)
+        return given
 
     def _agree(self) -> None:
         """Raises Mismatch, on all ranks alike, unless all have the same arguments.  Collective."""
@@ -674,8 +672,8 @@ class DiLoCo:
                 if not own:
                     part.local.copy_(part.master)
         self._site.reshard()
+        self._counts = state_dict["tokens"] is not None
         if own:
-            self._counts = state_dict["tokens"] is not None
             self._tokens = state_dict["tokens"] or 0
             self._marks = [tuple(mark) for mark in state_dict["marks"]]
         else:
@@ -737,14 +735,20 @@ class DiLoCo:
     def _after_step(self, *_: Any) -> None:
         """Follows each step of the inner optimizer."""
         self._step += 1
-        self._land(lambda flight: flight.due <= self._step)
+        self._land_due()
         for fragment in self._due():
+            # From when it was due: a slow site would begin later each time.
+            interval = (self._seconds or 0.0) / len(self._fragments)
+            self._since = max(self._since + interval, clock.now() - interval)
             self._begin(fragment)
-            self._land(lambda flight: flight.due <= self._step)
-            if self._seconds is not None:
-                # Of the clock and not of the last round: a slow site would begin later each time.
-                interval = self._seconds / len(self._fragments)
-                self._since = max(self._since + interval, clock.now() - interval)
+            self._land_due()
+
+    def _land_due(self) -> None:
+        """Applies the rounds that are due.  The time of rounds by time stands still meanwhile, or
+        there would be none for steps where rounds take long."""
+        began = clock.now()
+        self._land(lambda flight: flight.due <= self._step)
+        self._since += clock.now() - began
 
     def _due(self) -> list[int]:
         """The fragments whose rounds begin now."""
@@ -794,11 +798,12 @@ class DiLoCo:
                     flight.works.append(self._start_coded(moved, error, group))
                 flight.sums.append(moved)
                 flight.errors.append(error)
-            # Last: the round does not wait for it.
-            flight.proof = self._proof(fragment)
-            flight.ends = torch.tensor([flight.proof, -flight.proof], device="cpu")
+            # Last, so that no average is later for it.
+            size = dist.get_world_size(group)
+            flight.proofs = torch.full((size,), -1, dtype=torch.int64, device="cpu")
+            flight.proofs[dist.get_rank(group)] = self._proof(fragment)
             flight.works.append(
-                dist.all_reduce(flight.ends, dist.ReduceOp.MAX, group=group, async_op=True)
+                dist.all_reduce(flight.proofs, dist.ReduceOp.MAX, group=group, async_op=True)
             )
         self._flights.append(flight)
         self._marks[fragment] = self._step, self._tokens
@@ -813,8 +818,10 @@ class DiLoCo:
         """Raises RuntimeError if inner steps change a parameter of the model that is not shared."""
         shared = {id(part.parameter) for _, part in self._parts()}
         stepped = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
+        if not (new := stepped - shared):
+            return
         for name, p in parameters_of(self._model).items():
-            if id(p) in stepped - shared:
+            if id(p) in new:
                 raise RuntimeError(
                     f"{name} was not trained when the DiLoCo was made, so ranks do not share it: "
                     "make a new DiLoCo once it is"
@@ -848,14 +855,15 @@ class DiLoCo:
         with self._dropping_rounds(flight.group):
             for work in flight.works:
                 work.wait()
-            ends = flight.ends
-            if ends is not None and ends[0] != -ends[1]:
-                odd = ranks_that_differ(flight.proof, flight.group)
+            assert flight.proofs is not None
+            pairs = zip(
+                dist.get_process_group_ranks(flight.group), flight.proofs.tolist(), strict=True
+            )
+            if odd := odd_ones({rank: proof for rank, proof in pairs if proof >= 0}):
                 raise Mismatch(
-                    f"DiLoCo: of {dist.get_world_size(flight.group)} ranks, {odd} are in another "
-                    "round than the others, or have other global parameters, or do not count "
-                    "tokens as they do; the round was not applied.  sync_from gives all ranks the "
-                    "state of one"
+                    f"DiLoCo: of {len(flight.proofs)} ranks, {odd} are in another round than the "
+                    "others, or have other global parameters, or do not count tokens as they do; "
+                    "the round was not applied.  sync_from gives all ranks the state of one"
                 )
         flight.works = []
         for average, error, message in zip(

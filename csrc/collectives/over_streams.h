@@ -128,7 +128,7 @@ class OverStreams {
     // Calls of paced streams measure the pace at most, so it must not follow later rates down.
     greatest_ = std::max(greatest_, rate);
     came_ += bytes;
-    if (came_ > kBelieved) transport.setLineRate(greatest_);
+    if (came_ > kBelieved && greatest_ > 0) transport.setLineRate(greatest_);
     return rate;
   }
   // The same after one that went over the streams only.  Returns whether the line's rate is new, by
@@ -137,7 +137,7 @@ class OverStreams {
     const uint64_t rate = notice();
     if (!options.measures || !line.end(taken_, rate, transport.heard().rate)) return false;
     // In a ring through hosts of several ranks one sends to the next host and another receives.
-    if (came_ == 0) transport.setLineRate(line.rate());
+    if (greatest_ == 0) transport.setLineRate(line.rate());
     return true;
   }
   // Memory until finish(), to send from or to receive into.

@@ -103,7 +103,10 @@ class Transport {
   // Bytes of other hosts that have come since the first opening was taken.  Those that waited in
   // this system by then had come before, so a rank that is late, or waited for a late one, does not
   // find the line faster than it is.
-  uint64_t heardBytes() { return measures_ && heard_.since > 0 ? arrived() - arrived_before_ : 0; }
+  uint64_t heardBytes() {
+    if (!measures_ || heard_.since == 0) return 0;
+    return std::max(arrived(), arrived_before_) - arrived_before_;
+  }
 
   virtual void setPatience(Patience) {}
   // Bytes a second that the line carries each way at least for this rank; 0: not known.

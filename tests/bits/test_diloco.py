@@ -520,6 +520,45 @@ def test_ranks_that_went_apart_are_named_in_the_next_round(me: Rank) -> None:
         diloco.sync_from(0)
         diloco.sync()
         same_on_all(digest(model))
+    # With a round under way, of whose averages nobody has heard.
+    if me.rank == 1:
+        next(iter(diloco._parts()))[1].master.data[0] += 1
+    with diloco:
+        while diloco.step % 4:
+            learn()
+        diloco.sync_from(0)
+        diloco.sync()
+    same_on_all(digest(model))
+
+
+@on_ranks(2)
+def test_rounds_by_time_that_take_long_leave_time_for_steps(me: Rank) -> None:
+    now = 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ringreduce.diloco.clock.now", lambda: now)
+        model, diloco, learn = small(sync_seconds=3.0)
+        land = diloco._await
+
+        def lands(flight: Any) -> None:
+            nonlocal now
+            now += 20
+            land(flight)
+
+        patch.setattr(diloco, "_await", lands)
+        with diloco:
+            for step in range(1, 10):
+                now += 1
+                learn()
+                assert diloco.rounds == step // 3
+        # Rank 1 is a new process, which has the state of one that counts tokens.
+        diloco.count(4)
+        diloco.sync()
+        new_model, new, _ = small(sync_seconds=3.0)
+        if me.rank == 1:
+            model, diloco = new_model, new
+        diloco.sync_from(0)
+        diloco.sync()
+    same_on_all(digest(model))
 
 
 @on_ranks(2)
@@ -538,6 +577,19 @@ def test_an_exception_leaves_rounds_under_way(me: Rank) -> None:
 
 @on_ranks(2)
 def test_what_optimizers_and_models_may_be(me: Rank) -> None:
+    class After(torch.optim.Optimizer):
+        """An optimizer with hooks of its own, which changes parameters behind another one."""
+
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            super().__init__(optimizer.param_groups, {})
+            self.optimizer = optimizer
+
+        def step(self, closure: Any = None) -> None:
+            self.optimizer.step()
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.data.mul_(0.5)
+
     class Wrapped(torch.optim.Optimizer):
         """As Accelerate's: it has none of the attributes of an optimizer but these."""
 
@@ -568,6 +620,11 @@ def test_what_optimizers_and_models_may_be(me: Rank) -> None:
         model[0].requires_grad_(True)
         with pytest.raises(RuntimeError, match=r"0\.weight was not trained"):
             diloco.sync()
+    after = After(torch.optim.SGD(model.parameters(), lr=0.1))
+    with make(model, after, sync_every=1):
+        model(torch.ones(3, 6)).square().mean().backward()
+        after.step()
+        same_on_all(digest(model))
 
 
 @on_ranks(3)

@@ -51,8 +51,12 @@ class Socket {
   ssize_t receive(const iovec* pieces, size_t count) {
     if (tls_) return tls_->receive(pieces, count);
     msghdr message = messageOf(pieces, count);
-    return recvmsg(get(), &message, MSG_DONTWAIT);
+    const ssize_t n = recvmsg(get(), &message, MSG_DONTWAIT);
+    if (n > 0) bytes_read_ += static_cast<uint64_t>(n);
+    return n;
   }
+  // Bytes that were read, as they travel.
+  uint64_t bytesRead() const { return tls_ ? tls_->bytesRead() : bytes_read_; }
   ssize_t send(const void* data, size_t bytes) {
     const iovec piece{const_cast<void*>(data), bytes};
     return send(&piece, 1);
@@ -73,6 +77,7 @@ class Socket {
     return message;
   }
 
+  uint64_t bytes_read_ = 0;  // of a plain one
   std::unique_ptr<Tls> tls_;
   Fd fd_;
 };

@@ -244,10 +244,12 @@ int RecvStream::openConnections() const {
 }
 
 uint64_t RecvStream::arrived() const {
-  uint64_t bytes = received_;
-  for (const auto& reader : readers_)
-    if (!reader->closed && !reader->connection.pipe)
-      bytes += bytesWaiting(reader->connection.socket);
+  uint64_t bytes = 0;
+  for (const auto& reader : readers_) {
+    if (reader->connection.pipe) continue;
+    const Socket& socket = reader->connection.socket;
+    bytes += socket.bytesRead() + (reader->closed ? 0 : bytesWaiting(socket));
+  }
   return bytes;
 }
 
@@ -465,8 +467,10 @@ int ConnectionCount::look(const Sample& sample, bool busy) {
   if (wanted_ == most_ || sample.bbr) return wanted_;
   if (settled_) {
     // Losses shrink windows only after a while, and then the first measurements have said too much.
-    if (isLongPath() && !paced_ && lost > 0 && rate_ < kWell * before_)
+    if (isLongPath() && !paced_ && lost > 0 && rate_ < kWell * before_) {
+      before_ = rate_;  // only after another fall it has more once again
       wanted_ = std::min(2 * wanted_, most_);
+    }
     return wanted_;
   }
   // The pace tells what the line carries.  A stream that loses packets and is slower needs more.
@@ -534,7 +538,7 @@ double Pace::look(const Sample& sample, double line) {
   if (line <= 0 || sample.bbr || is_lossy_ || sample.round_trip <= kLongPath) return rate_ = 0;
   if (sample.smoothed == 0) return rate_;  // nothing is on its way
   const auto looksIn = [&](int round_trips) {
-    return round_trips * static_cast<int>(1 + sample.round_trip / kLookEvery);
+    return round_trips * static_cast<int>(1 + sample.smoothed / kLookEvery);
   };
   if (tries_ > 0) {
     if (--tries_ > 0) return rate_;

@@ -188,7 +188,7 @@ class RecvStream {
   bool isOpen() const { return openConnections() > 0; }  // more bytes may arrive
   int openConnections() const;
   uint64_t received() const { return received_; }  // bytes, with headers
-  // The same, with those that were not read yet.
+  // Bytes that have come over sockets, as they travel, with those that were not read yet.
   uint64_t arrived() const;
 
   // Reads what has arrived, up to some hundred KiB from each connection.  kBroken: no more bytes
@@ -307,9 +307,9 @@ class ConnectionCount {
 // below what the line carries at least, so other traffic in the queue does not stop the stream.
 //
 // Round trips are also longer where a receiver is busy, or the route has changed.  So if there is a
-// queue at the least rate for some time, the stream tries half of it.  If round trips stay as they
-// are, the queue is not its own, and they count as those without a queue until a shorter one is
-// seen.
+// queue at the least rate for some time, the stream tries half of it for as long as a queue of its
+// own would need to drain.  If round trips are still long, the queue is not its own, and they count
+// as those without a queue until a shorter one is seen.
 //
 // A line that loses packets without a queue is not paced: there the windows of many connections
 // limit the rate, and what calls measure is less than the line carries.

@@ -74,6 +74,7 @@ class OpenSsl final : public Tls {
   ssize_t send(const iovec* pieces, size_t count) override;
   ssize_t receive(const iovec* pieces, size_t count) override;
   bool holdsBytes() const override { return SSL_has_pending(ssl_) == 1; }
+  uint64_t bytesRead() const override { return bytes_read_; }
 
  private:
   // A position in the pieces to send.
@@ -127,6 +128,7 @@ class OpenSsl final : public Tls {
   size_t flushed_ = 0;
   size_t owed_ = 0;  // plain bytes in out_ that send() has not reported as sent
   size_t of_this_key_ = 0;
+  uint64_t bytes_read_ = 0;
   bool ended_ = false;  // the socket is at its end
   int error_ = 0;       // of the socket
 };
@@ -179,7 +181,10 @@ int OpenSsl::readSocket(BIO* bio, char* data, int bytes) {
   ssize_t n;
   do n = recv(self.socket_, data, static_cast<size_t>(bytes), MSG_DONTWAIT);
   while (n < 0 && errno == EINTR);
-  if (n > 0) return static_cast<int>(n);
+  if (n > 0) {
+    self.bytes_read_ += static_cast<uint64_t>(n);
+    return static_cast<int>(n);
+  }
   if (n == 0) {
     self.ended_ = true;
     return 0;

@@ -52,6 +52,8 @@ class Tls {
   virtual ssize_t receive(const iovec* pieces, size_t count) = 0;
   // Whether bytes were read from the socket that receive() has not returned yet.
   virtual bool holdsBytes() const = 0;
+  // Bytes that were read from the socket, as they travel.
+  virtual uint64_t bytesRead() const = 0;
 
   // Far below the limit of one AES-GCM key.
   static constexpr size_t kBytesOfAKey = size_t{64} << 30;
