@@ -142,10 +142,13 @@ def ranks_that_differ(number: int, group: dist.ProcessGroup) -> list[int]:
 
 
 def odd_ones(numbers: dict[int, int]) -> list[int]:
-    """The ranks whose number is not that of most; of two as frequent the lowest rank's holds.
+    """Finds who differs among numbers that are to be the same.
 
     Args:
         numbers: by rank.
+
+    Returns:
+        The ranks whose number is not that of most; of two as frequent the lowest rank's holds.
     """
     values = [numbers[rank] for rank in sorted(numbers)]
     right = max(values, key=lambda value: (values.count(value), -values.index(value)))
