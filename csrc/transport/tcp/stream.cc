@@ -467,10 +467,9 @@ int ConnectionCount::look(const Sample& sample, bool busy) {
   if (wanted_ == most_ || sample.bbr) return wanted_;
   if (settled_) {
     // Losses shrink windows only after a while, and then the first measurements have said too much.
-    if (isLongPath() && !paced_ && lost > 0 && rate_ < kWell * before_) {
-      before_ = rate_;  // only after another fall it has more once again
+    // More than help do no harm there.
+    if (isLongPath() && !paced_ && lost > 0 && rate_ < kWell * before_)
       wanted_ = std::min(2 * wanted_, most_);
-    }
     return wanted_;
   }
   // The pace tells what the line carries.  A stream that loses packets and is slower needs more.
