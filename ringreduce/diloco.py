@@ -257,14 +257,13 @@ class _Site:
             module.reshard()
 
 
-def _stepping(outer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """An outer optimizer.  Raises ValueError if it cannot make a step with a dense gradient."""
+def _refuse_outer(outer: torch.optim.Optimizer) -> None:
+    """Raises ValueError if an outer optimizer cannot make a step with a dense gradient alone."""
     if isinstance(outer, (torch.optim.LBFGS, torch.optim.SparseAdam)):
         raise ValueError(
             f"outer_optimizer cannot be {type(outer).__name__}, which needs a closure, or sparse "
             "gradients"
         )
-    return outer
 
 
 @dataclass
@@ -450,8 +449,9 @@ class DiLoCo:
                     "outer_optimizer must make an optimizer of all parameters of the list that it "
                     "receives, and of no others"
                 )
-            return _stepping(made)
-        _stepping(given)
+            _refuse_outer(made)
+            return made
+        _refuse_outer(given)
         copies = {id(part.parameter): part.master for _, part in self._parts()}
         held = [id(p) for group in given.param_groups for p in group["params"]]
         if sorted(held) != sorted(copies) or given.state:
@@ -735,20 +735,13 @@ class DiLoCo:
     def _after_step(self, *_: Any) -> None:
         """Follows each step of the inner optimizer."""
         self._step += 1
-        self._land_due()
+        self._land(lambda flight: flight.due <= self._step)
         for fragment in self._due():
             # From when it was due: a slow site would begin later each time.
             interval = (self._seconds or 0.0) / len(self._fragments)
             self._since = max(self._since + interval, clock.now() - interval)
             self._begin(fragment)
-            self._land_due()
-
-    def _land_due(self) -> None:
-        """Applies the rounds that are due.  The time of rounds by time stands still meanwhile, or
-        there would be none for steps where rounds take long."""
-        began = clock.now()
-        self._land(lambda flight: flight.due <= self._step)
-        self._since += clock.now() - began
+            self._land(lambda flight: flight.due <= self._step)
 
     def _due(self) -> list[int]:
         """The fragments whose rounds begin now."""
@@ -875,12 +868,15 @@ class DiLoCo:
 
     @torch.no_grad()
     def _land(self, which: Callable[[_Flight], bool], alpha: float | None = None) -> None:
-        """Applies those rounds, in the order in which they began."""
+        """Applies those rounds, in the order in which they began.  Meanwhile the clock of rounds by
+        time stands still, or rounds that take long would leave no time for steps."""
+        began = clock.now()
         for flight in list(filter(which, self._flights)):
             self._await(flight)
             self._flights.remove(flight)
             with record_function(f"ringreduce.DiLoCo applies fragment {flight.fragment}"):
                 self._apply(flight, self._alpha if alpha is None else alpha)
+        self._since += clock.now() - began
 
     def _apply(self, flight: _Flight, keep: float) -> None:
         for average, message in zip(flight.sums, self._fragments[flight.fragment], strict=True):

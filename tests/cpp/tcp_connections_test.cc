@@ -289,7 +289,9 @@ TEST(a_connection_that_cannot_be_made_costs_that_one_alone) {
             transport.release(other);
           });
         };
+        const Nanos last = deadlineIn(60 * kSecond);
         for (bool goes_on = true; goes_on;) {  // until both have as many as they can
+          CHECK(now() < last);
           exchange(in.data(), out.data(), in.size());
           const std::vector<std::string> routes = me.transport().routes();
           const char waits = routes.empty() || routes[0].find(count) == std::string::npos;
