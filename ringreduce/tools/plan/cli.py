@@ -184,8 +184,6 @@ def _collectives(options: argparse.Namespace, model: Model, jobs: Sequence[Job])
     rows, text = [], [_columns("ranks", "size", "time", "interval", "busbw Mbit/s", "algorithm")]
     hints: list[str] = []
     width, kind = 2 if options.dtype == "bfloat16" else 4, options.collective
-    if options.codec and kind != "all_reduce":
-        raise ValueError(f"a codec is for all_reduce only, and not for {kind}")
     for job in jobs:
         calls: list[_Call] = []
         for size in parse_sizes(options.sizes):
@@ -303,12 +301,13 @@ def _interval(low: float, high: float) -> str:
     return f"{format_time(low)} - {format_time(high)}"
 
 
-def _plan(options: argparse.Namespace) -> int:
-    model, about = constants.load(options.constants)
-    jobs = [_job(options, count, model) for count in _counts(options.ranks or "2")]
+def _check_arguments(options: argparse.Namespace) -> None:
+    """Refuses what cannot be predicted, whatever the constants."""
     _rounds(options)
     if options.sync_every is not None and (options.model is None or options.curve):
         raise ValueError("--sync-every is for a table of steps: --model gpt:7B, and no --curve")
+    if options.curve and options.model is None:
+        raise ValueError("a curve is of a model: --model gpt:7B")
     if options.codec is None:
         options.codec = "" if options.sync_every is None else "int4"
     if share_of(options.codec) is not None:
@@ -316,11 +315,17 @@ def _plan(options: argparse.Namespace) -> int:
             raise ValueError(f"{options.codec} is a codec of rounds: --sync-every 30")
     elif options.codec not in ("", *CODECS, "best"):
         raise ValueError(f"there is no codec '{options.codec}': {', '.join(CODECS)} and best are")
+    if options.codec and options.model is None and options.collective != "all_reduce":
+        raise ValueError(f"a codec is for all_reduce only, and not for {options.collective}")
+
+
+def _plan(options: argparse.Namespace) -> int:
+    _check_arguments(options)
+    model, about = constants.load(options.constants)
+    jobs = [_job(options, count, model) for count in _counts(options.ranks or "2")]
     answer = (_collectives if options.model is None else _steps)(options, model, jobs)
     document, text = {"constants": about, **answer[0]}, answer[1]
     if options.curve:
-        if options.model is None:
-            raise ValueError("a curve is of a model: --model gpt:7B")
         more = _curve(options, model, jobs[0], about)
         document, text = document | more[0], text + more[1]
     machine = about["machine"]
