@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from processes import wait_until
 from ranks import Died, Done, Hung, Outcome, Raised, Rank, World, describe, serve
 
 from ringreduce.core.processes import end, torchrun_variables
@@ -81,7 +82,8 @@ class Worker:
         before = len(self.log())
         self.signal(signal.SIGCONT)
         self.signal(signal.SIGUSR2)
-        time.sleep(0.5)
+        wait_until(lambda: "most recent call first" in self.log()[before:], 10.0)
+        time.sleep(0.5)  # for the other threads
         text = self.log()[before:]
         if shutil.which("gdb"):
             where = ["gdb", "-p", str(self.pid), "-batch", "-ex", "thread apply all bt 14"]

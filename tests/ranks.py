@@ -104,6 +104,13 @@ class Rank:
         )
 
 
+def pids_of_ranks(group: dist.ProcessGroup | None = None) -> list[int]:
+    """The processes of a group's ranks.  Collective."""
+    pids = [0] * dist.get_world_size(group)
+    dist.all_gather_object(pids, os.getpid(), group=group)
+    return pids
+
+
 def same_on_all(value: Any) -> None:
     """Asserts that all ranks of the default group have this value.  Collective."""
     found: list[Any] = [None] * dist.get_world_size()

@@ -303,7 +303,7 @@ def _rows_hit(n: int) -> Tensor:
 
 def test_plain_calls(pool: Pool, world: MakeWorld) -> None:
     pool.run(plain_calls, world(3))
-    pool.run(with_defaults, world(2), deadline=30.0)
+    pool.run(with_defaults, world(2))
 
 
 @job
@@ -564,8 +564,8 @@ def out_of_memory(me: Rank) -> str:
 
 
 def test_no_operation_is_forgotten_in_a_failure(pool: Pool, world: MakeWorld) -> None:
-    pool.run(fails_in_a_cycle, world(1), deadline=30.0)
-    told = pool.run(out_of_memory, world(3), deadline=30.0)
+    pool.run(fails_in_a_cycle, world(1))
+    told = pool.run(out_of_memory, world(3))
     assert told[1] == "no memory for rows"
     assert "rank 1 " in told[0] and "rank 1 " in told[2], told
 

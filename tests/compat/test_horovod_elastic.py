@@ -283,11 +283,13 @@ def test_ranks_meet_without_lost_ones_and_newcomers_come_last() -> None:
 
 
 def test_too_few_ranks_raise_and_the_error_says_who_is_missing() -> None:
-    meeting = Meeting(Limits(start=3, least=3, timeout=0.5))
+    meeting = Meeting(Limits(start=3, least=3, timeout=60))
     here = Member.of_this_process(2)
     a, b = meeting.member(0), meeting.member(1)
     lives = meeting.member(2, host=here.host, pid=here.pid, started=here.started)
-    together(a, b, lives)
+    assert together(a, b, lives) == [(1, rank, 3) for rank in range(3)]
+    for one in (a, b):
+        one._limits = replace(one._limits, timeout=0.5)
     for error in together(a, b):
         assert isinstance(error, TimeoutError)
         assert "waited 0.5 s (HOROVOD_ELASTIC_TIMEOUT)" in str(error)
@@ -312,12 +314,13 @@ def test_a_newcomer_is_told_if_nobody_is_left_to_join() -> None:
 
 
 def test_a_rank_without_the_state_does_not_go_on_without_those_that_have_it() -> None:
-    meeting = Meeting(Limits(start=1, least=1, timeout=0.5))
+    meeting = Meeting(Limits(start=1, least=1))
     old, new = meeting.member(7), meeting.member(0)
     assert together(old) == [(1, 0, 1)]
     waiting, _ = entered(new, old)
     assert together(old) == [(2, 0, 2)]
     waiting.join(60)
+    new._limits = replace(new._limits, timeout=0.5)
     (error,) = together(new)  # it waits for the other one
     assert isinstance(error, TimeoutError) and "missing: rank 0 (process 7, " in str(error)
     assert together(old) == [(3, 0, 2)]  # which comes first, though it came later

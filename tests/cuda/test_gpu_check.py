@@ -42,7 +42,7 @@ def start(tmp_path: Path, programs: Path) -> Callable[..., subprocess.Popen[str]
     """Starts gpu_check.py on a machine."""
 
     def start(machine: StandIn, *arguments: str) -> subprocess.Popen[str]:
-        build = {"STAND_IN_BUILD": str(tmp_path / "build")}
+        build = {"STAND_IN_BUILD": str(tmp_path / "build"), "STAND_IN_RUN": str(os.getpid())}
         command = [sys.executable, str(CUDA / "stand_in_machine.py"), *arguments]
         return subprocess.Popen(
             [*command, "--out", str(tmp_path / "results")],
@@ -249,9 +249,18 @@ def test_a_stage_that_fails_stops_no_other(
 
 
 def sleepers() -> set[str]:
-    """The processes that stand-ins have started."""
+    """The processes that stand-ins of this test run have started."""
     command = ["pgrep", "-f", "^/bin/sleep 1000$"]
-    return set(subprocess.run(command, capture_output=True, text=True).stdout.split())
+    found = subprocess.run(command, capture_output=True, text=True).stdout.split()
+    run = f"STAND_IN_RUN={os.getpid()}".encode()
+
+    def is_ours(pid: str) -> bool:
+        try:
+            return run in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except OSError:  # it has ended
+            return False
+
+    return set(filter(is_ours, found))
 
 
 def test_a_stage_that_hangs_is_ended_with_all_that_it_started(check: Check) -> None:

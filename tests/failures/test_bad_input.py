@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import re
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from blame import expect
 from conftest import MakeWorld
 from pool import Done, Pool, Raised, Rank, on_ranks, run_ranks
+from processes import wait_until
 from test_bits import reduce_op
 from test_failures import add_up
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -518,13 +520,31 @@ def killed_while_joining(me: Rank, path: str, limit: float) -> None:
     make(me, path, me.rank, 3, limit, "")
 
 
+def has_accepted(pid: int) -> bool:
+    """Whether another rank is connected to the socket that a process's group listens at."""
+    held = set()
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):  # it was closed meanwhile
+            held.add(os.readlink(fd))
+    for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
+        _, _, _, _, _, state, inode, *name = line.split()
+        connected = state == "03"  # with the name of the one that accepted it
+        if connected and f"socket:[{inode}]" in held and "".join(name).startswith("@ringreduce-"):
+            return True
+    return False
+
+
 def test_killed_before_the_group_is_whole(pool: Pool, world: MakeWorld) -> None:
     path = str(pool.folder / pool.name("half"))
     over_sockets = os.environ.get("RINGREDUCE_WIRE") == "tcp"
     limit = 4.0 if over_sockets else 20.0
     call = pool.start(killed_while_joining, world(0), path, limit, ranks=2, fresh=True)
     call.heard(0), call.heard(1)
-    time.sleep(0.5)
+    if over_sockets:
+        assert wait_until(lambda: b"/rank/1" in Path(path).read_bytes())
+    else:
+        assert wait_until(lambda: has_accepted(call.workers[0].pid))
+    time.sleep(0.5)  # its first words are read by then
     killed = call.signal(1, signal.SIGKILL)
     survivor = call.outcomes()[0]
     if over_sockets:

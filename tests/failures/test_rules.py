@@ -88,7 +88,7 @@ class Fate(threading.Thread):
         if self.how == "never comes":
             self.site = limited(self.site, TIMEOUT)
         if self.me.rank == VICTIM:
-            time.sleep(TIMEOUT + 1)
+            time.sleep(TIMEOUT + 3)  # ranks may begin apart
         CALLS[self.name_of_call](self.site)
         self.returned = True
         dist.barrier(group=self.site.group)
@@ -152,7 +152,7 @@ class Failures:
             job.signal(VICTIM, signal.SIGKILL)
         elif how.startswith("stopped"):
             job.signal(VICTIM, signal.SIGSTOP)
-            job.await_end({0, 1, 2} - {VICTIM}, TIMEOUT + 10)
+            job.await_end({0, 1, 2} - {VICTIM}, TIMEOUT + 40)
             job.signal(VICTIM, signal.SIGCONT)
         return when, job.outcomes(deadline=60.0)
 
@@ -191,7 +191,7 @@ def test_a_stopped_rank(failures: Failures, case: tuple[str, int]) -> None:
     assert set(fates) == ({0, 1} if case[0] in MESSAGES else {0, 1, 2})
     for rank, (raised, _) in fates.items():
         expect(raised, "Timeout", {VICTIM}, says="stopped")
-        assert rank == VICTIM or TIMEOUT / 2 < raised.when - when < TIMEOUT + 10
+        assert rank == VICTIM or TIMEOUT / 2 < raised.when - when < TIMEOUT + 40
 
 
 @every_call

@@ -25,7 +25,8 @@ import torch.distributed as dist
 from browser import CHROMIUM, evaluate
 from conftest import MakeWorld
 from pool import Pool, Rank, on_ranks, run_ranks
-from processes import wait_until
+from processes import asleep, free_port, wait_until
+from ranks import pids_of_ranks
 
 import ringreduce
 from ringreduce.core.backend import extension, job_name
@@ -47,8 +48,10 @@ def test_the_counts_are_those_of_the_records(rank: Rank) -> None:
     if rank.rank != 1:
         for _ in range(3):
             dist.broadcast(ones[:10], 2, group=group)
+    pids = pids_of_ranks()
     dist.barrier()
     if rank.rank == 2:
+        assert wait_until(lambda: asleep(pids[0]) and asleep(pids[1]))
         time.sleep(0.2)
     dist.all_reduce(ones)
     (status,) = statuses(metrics.text())
@@ -88,9 +91,12 @@ def test_an_operation_that_runs_or_fails_is_told(rank: Rank) -> None:
 @on_ranks(3, remade=True)
 def test_ranks_in_metrics_are_global_ones(rank: Rank) -> None:
     group = dist.new_group([1, 2], backend="ringreduce")
+    pids = pids_of_ranks()
     if rank.rank != 0:
         dist.all_reduce(torch.ones(1), group=group)
-        time.sleep(0.1 if rank.rank == 2 else 0)
+        if rank.rank == 2:
+            assert wait_until(lambda: asleep(pids[1]))
+            time.sleep(0.1)
         dist.all_reduce(torch.ones(1), group=group)
     (status,) = statuses(metrics.text())
     if rank.rank == 1:
@@ -121,11 +127,13 @@ def test_scalars_of_each_step(rank: Rank) -> None:
     model = torch.nn.Linear(100, 100)
     optimizer = torch.optim.SGD(model.parameters())
     writer, seldom = Writer(), Writer()
+    pids = pids_of_ranks()
     handles = [ringreduce.tensorboard(writer), ringreduce.tensorboard(seldom, every=2)]
     for step in range(4):
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
             if rank.rank == 1 and step == 2:
+                assert wait_until(lambda: asleep(pids[0]))
                 time.sleep(0.1)
             dist.all_reduce(parameter.grad)
         optimizer.step()
@@ -626,8 +634,8 @@ def test_it_says_what_each_rank_does() -> None:
 
 def test_a_rank_that_writes_less_often_than_one_looks_keeps_its_rates() -> None:
     looks = top.Looks()
-    first = status(0, time.time() - 2)
-    second = status(0, time.time() - 1, operations=50)
+    now = time.time()
+    first, second = status(0, now - 2), status(0, now - 1, operations=50)
     for seen in (first, first, second, second):
         view = looks.add([seen])
     assert looks.add([], all_write=False).rows[0].rank == 0  # on a page, a lost rank stays
@@ -721,9 +729,7 @@ def test_an_error_of_a_rank_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_debug_server_has_a_page_of_it(
     pool: Pool, world: MakeWorld, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with socket.socket() as free:
-        free.bind(("", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     address = f"http://localhost:{port}"
     stop = tmp_path / "stop"
     pages = pool.start(_shows_page, world(2), port, str(stop), fresh=True)

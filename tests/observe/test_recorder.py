@@ -62,7 +62,7 @@ def explained(folder: Path) -> tuple[str, str, str]:
 def await_dumps(folder: Path, ranks: set[int], since: int = 0) -> dict[int, dict[str, Any]]:
     """Of these ranks, made after that time of day in nanoseconds."""
     names = {f"ringreduce_rank_{rank}" for rank in ranks}
-    until = time.monotonic() + 30.0
+    until = time.monotonic() + 120.0
     while time.monotonic() < until:
         if names <= {path.name for path in folder.iterdir()}:
             dumps = recorder.load(folder)
@@ -134,10 +134,11 @@ def test_a_missing_rank(pool: Pool, world: MakeWorld, tmp_path: Path) -> None:
 
     cause, last, where = explained(tmp_path)
     assert cause.startswith("Rank 2 did not come to operation #1 of group '0' (default_pg) of ")
-    assert re.search(
-        r"ranks 0 and 1 called all_reduce \(float32, 100 elements, SUM\) and waited for 2\S* s",
+    waited = re.search(
+        r"ranks 0 and 1 called all_reduce \(float32, 100 elements, SUM\) and waited for (\d\S*) s",
         cause,
     )
+    assert waited and float(waited[1]) >= 2
     assert last.startswith("Ranks 0 and 1 failed in all_reduce #1; rank 2 had ended all_reduce #0")
     assert re.search(r"Look at rank 2, pid \d+ on \S+, in hear \(\S+ranks\.py:\d+\)\.", where), (
         where

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from conftest import MakeWorld
 from hosts import Hosts, why_not
 from pool import Pool, Rank, World, on_ranks
-from processes import wait_until
+from processes import asleep, wait_until
+from ranks import pids_of_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -464,9 +465,11 @@ def late_in_a_subgroup(me: Rank) -> None:
     if me.rank == 0:
         return
     x = torch.ones(100)
+    pids = pids_of_ranks(group)
     with ringreduce.straggler_detection(group) as sd:  # type: ignore[arg-type]
         for i in range(100):
             if i == 90 and me.rank == 2:
+                assert wait_until(lambda: asleep(pids[0]))
                 time.sleep(1.0)
             dist.all_reduce(x, group=group)
     named = {late.rank for late in sd.late + sd._judge.starved if late.late_ms > 900}
@@ -493,7 +496,7 @@ def recorded(me: Rank) -> list[Record]:
 
 
 def test_records_say_what_ran_and_when(pool: Pool, world: MakeWorld) -> None:
-    for rank, records in enumerate(pool.run(recorded, world(2))):
+    for rank, records in enumerate(pool.start(recorded, world(2), remade=True).results()):
         kinds = [r.kind for r in records]
         assert kinds == ["all_reduce"] * 4 + ["broadcast", "barrier"]
         for i, r in enumerate(records):

@@ -32,7 +32,8 @@ import torch.distributed as dist
 from browser import CHROMIUM
 from conftest import MakeWorld
 from pool import Pool, Rank, run_ranks
-from processes import wait_until
+from processes import asleep, wait_until
+from ranks import pids_of_ranks
 
 import ringreduce
 from ringreduce import _C
@@ -96,12 +97,14 @@ def slices(kinds: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 def late_once(me: Rank, folder: str) -> int:
     at = 0
+    pids = pids_of_ranks()
     with ringreduce.timeline(folder):
         for step in range(6):
             count = _C.count_training_step()
             for bucket in range(3):
                 if (me.rank, step, bucket) == (1, 3, 1):
                     at = count
+                    assert wait_until(lambda: asleep(pids[0]) and asleep(pids[2]))
                     time.sleep(0.5)
                 dist.all_reduce(torch.ones(10_000))
     return at

@@ -49,11 +49,11 @@ def round_trip(a: socket.socket, b: socket.socket) -> float:
     return time.perf_counter() - start
 
 
-def reaches(a: socket.socket, b: socket.socket) -> bool:
+def reaches(a: socket.socket, b: socket.socket, seconds: float = 10.0) -> bool:
     """Whether a packet from a comes to b. Older ones may still come: each has a number."""
     token = os.urandom(8)
     a.sendto(token, b.getsockname())
-    b.settimeout(0.2)
+    b.settimeout(seconds)
     try:
         while b.recv(64) != token:
             pass
@@ -114,7 +114,7 @@ def test_delay_is_as_asked_for_and_changes_by_command(family):
         # processors.
         assert min(round_trip(a, b) for _ in range(5)) >= 0.0399
         hosts.link(0, 1, delay_ms=1)
-        shorter = min(round_trip(a, b) for _ in range(5))
+        shorter = min(round_trip(a, b) for _ in range(50))
         assert 0.0209 <= shorter < 0.040
         hosts.link("*", "*", delay_ms=0)
         assert min(round_trip(a, b) for _ in range(20)) < 0.010
@@ -151,8 +151,8 @@ def test_cut_is_silent_and_heals(veth, family):
         sender, receiver = connected(hosts[0], hosts[1], family)
         assert reaches(a, b)
         hosts.cut(0, 1)
-        assert not reaches(a, b)
-        assert not reaches(b, a)
+        assert not reaches(a, b, 0.2)
+        assert not reaches(b, a, 0.2)
         assert reaches(a, c)
         assert reaches(c, b)
         sender.sendall(b"late")  # no error, and nothing comes
@@ -164,8 +164,8 @@ def test_cut_is_silent_and_heals(veth, family):
         receiver.settimeout(10.0)
         assert receiver.recv(4) == b"late"
         hosts.cut(2)
-        assert not reaches(a, c)
-        assert not reaches(c, b)
+        assert not reaches(a, c, 0.2)
+        assert not reaches(c, b, 0.2)
         assert reaches(a, b)
         hosts.heal(2)
         assert reaches(a, c)

@@ -6,7 +6,6 @@ import json
 import os
 import pickle
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -23,7 +22,7 @@ import torch
 import torch.distributed as dist
 from conftest import MakeWorld
 from pool import Done, Pool, Raised, Rank
-from processes import alive
+from processes import alive, free_port
 from torch.nn.parallel import DistributedDataParallel
 
 import ringreduce
@@ -138,8 +137,7 @@ def test_newcomers_join_while_another_place_is_vacant(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     (tmp_path / "lives").mkdir()
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     command = "-m ringreduce.supervise --restarts 3 --nnodes 2 --nproc 2"
     command += f" --master-addr 127.0.0.1 --master-port {port} --node-rank"
     supervisors = [

@@ -443,7 +443,7 @@ def test_a_rank_stopped_during_a_reconfigure_is_named(
     job = pool.start(stopped_meanwhile, world(0), pool.name(), victim, ranks=4)
     job.hear_all()
     others = set(range(4)) - {victim}
-    job.await_end(others, 20.0)
+    job.await_end(others, 60.0)
     job.signal(victim, signal.SIGCONT)
     for rank, (error, took) in enumerate(job.results()):
         assert error.isa("Timeout"), error

@@ -179,9 +179,9 @@ def ended_by_another_thread(me: Rank) -> str:
 def test_an_abort_ends_what_waits_in_a_stream(pool: Pool, layout: str) -> None:
     call = start(pool, ended_by_another_thread, layout, fresh=True)
     others = [rank for rank in range(len(layout)) if rank != 1]
-    call.await_end(others, 20)
+    call.await_end(others, 120)
     call.tell(1)
-    for outcome in call.outcomes(10):
+    for outcome in call.outcomes():
         assert outcome == Done(outcome.rank, "Aborted" if outcome.rank != 1 else "")
 
 
@@ -202,7 +202,7 @@ def test_a_killed_rank(pool: Pool, layout: str, synchronize: bool) -> None:
     call = start(pool, until_one_dies, layout, synchronize, fresh=True)
     call.hear_all()
     call.signal(1, signal.SIGKILL)
-    outcomes = call.outcomes(20)
+    outcomes = call.outcomes()
     assert isinstance(outcomes[1], Died)
     for outcome in outcomes:
         if outcome.rank != 1:
@@ -224,8 +224,8 @@ def late(me: Rank) -> None:
 
 def test_a_late_rank_is_named(pool: Pool) -> None:
     call = start(pool, late, "abc", timeout=2, fresh=True)
-    call.await_end([0, 2], 30)
+    call.await_end([0, 2], 120)
     for rank in (0, 2):
         expect(call.ended[rank], "Timeout", [1])
     call.tell(1)
-    call.outcomes(10)
+    call.outcomes()

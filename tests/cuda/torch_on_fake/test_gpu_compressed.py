@@ -258,7 +258,7 @@ def aborted(me: Rank) -> None:
 
 
 def test_an_abort_ends_the_wait_for_the_gpu(machine: Machine) -> None:
-    for outcome in machine.start(aborted, 2, fresh=True).outcomes(30):
+    for outcome in machine.start(aborted, 2, fresh=True).outcomes():
         expect(outcome, "Aborted", [0])
 
 
@@ -277,6 +277,6 @@ def test_a_killed_rank_is_named(machine: Machine, way: str) -> None:
     call = machine.start(forever, 3, way, fresh=True)
     call.hear_all()
     call.signal(1, signal.SIGKILL)
-    outcomes = call.outcomes(30)
+    outcomes = call.outcomes()
     assert isinstance(outcomes[1], Died)
     expect_all(outcomes, [1], "PeerLost", [1])

@@ -151,7 +151,7 @@ def test_calls_that_do_not_fit_together(
     machine: Machine, job: Any, dying: list[int], words: str
 ) -> None:
     call = machine.start(job, 2, backend="nccl", fresh=True)
-    call.await_end(dying, 30)
+    call.await_end(dying, 120)
     for rank in dying:
         assert call.ended[rank] == Died(rank, -signal.SIGABRT)
         assert words in call.log(rank)
@@ -211,7 +211,7 @@ def test_a_rank_that_dies(machine: Machine) -> None:
     call = machine.start(until_one_dies, 2, backend="nccl", timeout=60, fresh=True, **env)
     call.hear_all()
     call.signal(1, signal.SIGKILL)
-    call.await_end([0], 20)
+    call.await_end([0], 120)
     outcome = call.ended[0]
     assert isinstance(outcome, Raised) and "remote" in outcome.message.lower(), outcome
     call.outcomes(5)
@@ -273,7 +273,7 @@ def different_roots(me: Rank) -> None:
 
 def test_the_inner_nccl_is_really_called(machine: Machine) -> None:
     call = machine.start(different_roots, 2, RINGREDUCE_CUDA_OTHER="nccl", fresh=True)
-    call.await_end(range(2), 30)
+    call.await_end(range(2), 120)
     for rank in range(2):
         assert f"rank {rank} of 2 calls ncclReduce of 8 float32 by sum with root {rank}, rank" in (
             call.log(rank)
