@@ -3,9 +3,10 @@
     RINGREDUCE_WIRE=tcp torchrun --standalone --nproc-per-node 2 examples/train_diloco.py
 
 With --ways DDP,LocalSGD,DiLoCo it also trains by torch's LocalSGD, which averages parameters.  All
-runs begin at the same weights and see the same text.  It prints the loss on text that training
-never saw, and the bytes that rank 0 has sent to others; with RINGREDUCE_WIRE=tcp ranks of one host
-use sockets, whose bytes are counted.
+runs begin at the same weights and see the same text; with --ddp-steps they begin by DDP, and go on
+each in its way.  It prints the loss on text that training never saw, and the bytes that rank 0 has
+sent to others, without those of --ddp-steps; with RINGREDUCE_WIRE=tcp ranks of one host use
+sockets, whose bytes are counted.
 """
 
 import argparse
@@ -57,42 +58,51 @@ def train(args: argparse.Namespace, way: str, texts: tuple[torch.Tensor, torch.T
     """A run of `args.steps` steps: its losses, time and bytes."""
     torch.manual_seed(args.seed)
     gpt = GPT(args.layers, args.width)
-    model = DistributedDataParallel(gpt) if way == "DDP" else gpt
     optimizer = torch.optim.AdamW(gpt.parameters(), lr=args.learning_rate, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: rate_factor(n, args.steps))
     generator = torch.Generator().manual_seed(args.seed + 1 + dist.get_rank())
-    diloco = make_diloco(args, model, optimizer) if way == "DiLoCo" else None
+
+    def step_once(model: torch.nn.Module) -> float:
+        """Returns the seconds that it took."""
+        begin = time.perf_counter()
+        loss = text_loss(model, *random_batch(texts[0], generator, args.batch))
+        optimizer.zero_grad()
+        loss.backward()
+        if dist.get_rank() == args.half_speed:
+            time.sleep(time.perf_counter() - begin)
+        optimizer.step()
+        schedule.step()
+        if local and model is gpt:
+            local.average_parameters(gpt.parameters())
+        return time.perf_counter() - begin
+
     local = PeriodicModelAverager(period=args.sync_every) if way == "LocalSGD" else None
+    ddp = DistributedDataParallel(gpt) if way == "DDP" or args.ddp_steps else gpt
+    for _ in range(args.ddp_steps):
+        step_once(ddp)
+    model = ddp if way == "DDP" else gpt
+    steps = args.steps - args.ddp_steps
+    diloco = make_diloco(args, gpt, optimizer) if way == "DiLoCo" else None
     by_time = diloco is not None and args.sync_seconds is not None
 
     def is_over(step: int) -> bool:
         if by_time:  # ranks make different numbers of steps
-            return diloco.rounds >= args.steps // args.sync_every * args.fragments
-        return step >= args.steps
+            return diloco.rounds >= steps // args.sync_every * args.fragments
+        return step >= steps
 
     before = bytes_sent()
     took = []
     start = time.perf_counter()
     with diloco or nullcontext():
-        total = None if by_time else args.steps
+        total = None if by_time else steps
         bar = tqdm(itertools.count(), f"{way:>6}", total, disable=dist.get_rank() != 0)
         for step in bar:
             if is_over(step):
                 break
-            begin = time.perf_counter()
-            loss = text_loss(model, *random_batch(texts[0], generator, args.batch))
-            optimizer.zero_grad()
-            loss.backward()
-            if dist.get_rank() == args.half_speed:
-                time.sleep(time.perf_counter() - begin)
-            optimizer.step()
-            schedule.step()
-            if local:
-                local.average_parameters(gpt.parameters())
-            took.append(time.perf_counter() - begin)
+            took.append(step_once(model))
     if local:
         average_parameters(gpt.parameters(), dist.group.WORLD)
-    elif diloco and (by_time or args.steps % args.sync_every):
+    elif diloco and (by_time or steps % args.sync_every):
         diloco.sync()
     seconds = time.perf_counter() - start
     sent = bytes_sent() - before
@@ -110,6 +120,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--ways", type=lambda text: text.split(","), default=["DDP", "DiLoCo"])
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--ddp-steps", type=int, default=0, help="so many of them by DDP, before the rest")
     parser.add_argument("--batch", type=int, default=BATCH, help=f"sequences of a rank ({BATCH})")
     parser.add_argument("--half-speed", type=int, metavar="RANK", help="it takes twice the time")
     parser.add_argument("--sync-every", type=int, default=30)
@@ -127,6 +138,9 @@ def main() -> None:
     args = parser.parse_args()
     if unknown := set(args.ways) - {"DDP", "LocalSGD", "DiLoCo"}:
         parser.error(f"--ways are some of DDP, LocalSGD, DiLoCo, not {', '.join(unknown)}")
+
+    if not 0 <= args.ddp_steps < args.steps:
+        parser.error(f"--ddp-steps {args.ddp_steps} are not from 0 on and less than --steps")
 
     torch.set_num_threads(1)  # ranks share the cores of one host
     dist.init_process_group("ringreduce")
