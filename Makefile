@@ -191,7 +191,7 @@ demo-see: build
 
 demo-diloco: build
 	RINGREDUCE_WIRE=tcp $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 \
-	  examples/train_diloco.py
+	  examples/train_diloco.py --ddp-steps 75 --outer-lr 1 --outer-momentum 0.5
 
 bench: build
 	$(BIN)/python -m ringreduce.bench all_reduce --nproc 2 --compare gloo

@@ -4,9 +4,9 @@
 
 With --ways DDP,LocalSGD,DiLoCo it also trains by torch's LocalSGD, which averages parameters.  All
 runs begin at the same weights and see the same text; with --ddp-steps they begin by DDP, and go on
-each in its way.  It prints the loss on text that training never saw, and the bytes that rank 0 has
-sent to others, without those of --ddp-steps; with RINGREDUCE_WIRE=tcp ranks of one host use
-sockets, whose bytes are counted.
+each in its way.  It prints the loss on text that training never saw, and of the steps after those
+the seconds and the bytes that rank 0 has sent to others; with RINGREDUCE_WIRE=tcp ranks of one host
+use sockets, whose bytes are counted.
 """
 
 import argparse
@@ -55,12 +55,13 @@ def make_diloco(
 
 
 def train(args: argparse.Namespace, way: str, texts: tuple[torch.Tensor, torch.Tensor]) -> Any:
-    """A run of `args.steps` steps: its losses, time and bytes."""
+    """A run of `args.steps` steps: its loss, and time and bytes after `args.ddp_steps` of them."""
     torch.manual_seed(args.seed)
     gpt = GPT(args.layers, args.width)
     optimizer = torch.optim.AdamW(gpt.parameters(), lr=args.learning_rate, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: rate_factor(n, args.steps))
     generator = torch.Generator().manual_seed(args.seed + 1 + dist.get_rank())
+    local = PeriodicModelAverager(period=args.sync_every) if way == "LocalSGD" else None
 
     def step_once(model: torch.nn.Module) -> float:
         """Returns the seconds that it took."""
@@ -76,7 +77,6 @@ def train(args: argparse.Namespace, way: str, texts: tuple[torch.Tensor, torch.T
             local.average_parameters(gpt.parameters())
         return time.perf_counter() - begin
 
-    local = PeriodicModelAverager(period=args.sync_every) if way == "LocalSGD" else None
     ddp = DistributedDataParallel(gpt) if way == "DDP" or args.ddp_steps else gpt
     for _ in range(args.ddp_steps):
         step_once(ddp)
@@ -102,7 +102,7 @@ def train(args: argparse.Namespace, way: str, texts: tuple[torch.Tensor, torch.T
             took.append(step_once(model))
     if local:
         average_parameters(gpt.parameters(), dist.group.WORLD)
-    elif diloco and (by_time or steps % args.sync_every):
+    elif diloco and (by_time or args.fragments > 1 or steps % args.sync_every):
         diloco.sync()
     seconds = time.perf_counter() - start
     sent = bytes_sent() - before
@@ -120,7 +120,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--ways", type=lambda text: text.split(","), default=["DDP", "DiLoCo"])
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--ddp-steps", type=int, default=0, help="so many of them by DDP, before the rest")
+    parser.add_argument("--ddp-steps", type=int, default=0, help="the first of them, by DDP (0)")
     parser.add_argument("--batch", type=int, default=BATCH, help=f"sequences of a rank ({BATCH})")
     parser.add_argument("--half-speed", type=int, metavar="RANK", help="it takes twice the time")
     parser.add_argument("--sync-every", type=int, default=30)
@@ -138,15 +138,18 @@ def main() -> None:
     args = parser.parse_args()
     if unknown := set(args.ways) - {"DDP", "LocalSGD", "DiLoCo"}:
         parser.error(f"--ways are some of DDP, LocalSGD, DiLoCo, not {', '.join(unknown)}")
-
     if not 0 <= args.ddp_steps < args.steps:
-        parser.error(f"--ddp-steps {args.ddp_steps} are not from 0 on and less than --steps")
+        parser.error("--ddp-steps is at least 0, and less than --steps")
+    by_time = args.sync_seconds is not None and "DiLoCo" in args.ways
+    if by_time and args.steps - args.ddp_steps < args.sync_every:
+        parser.error("--sync-seconds needs a round: --steps of at least --sync-every more")
 
     torch.set_num_threads(1)  # ranks share the cores of one host
     dist.init_process_group("ringreduce")
     texts = load_text()
     runs = {way: train(args, way, texts) for way in args.ways}
-    write_record(args.record, {**runs, "batch": args.batch, "sync_every": args.sync_every})
+    given = {"batch": args.batch, "sync_every": args.sync_every, "ddp_steps": args.ddp_steps}
+    write_record(args.record, {**runs, **given})
     if dist.get_rank() == 0:
         first = runs[args.ways[0]]["bytes"]
         print(f"{'':<8}{'held-out loss':>14}{'MB sent by rank 0':>20}{'x fewer':>9}{'seconds':>10}")

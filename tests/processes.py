@@ -13,11 +13,12 @@ from pathlib import Path
 def free_port() -> int:
     """A port that nobody listens at now, below those that the system gives to whoever asks."""
     low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    while True:
-        port = low // 2 + secrets.randbelow(low // 2)
+    for _ in range(1000):
+        port = 10_000 + secrets.randbelow(max(low, 20_000) - 10_000)
         with contextlib.suppress(OSError), socket.socket() as s:
             s.bind(("127.0.0.1", port))
             return port
+    raise OSError("no port is free")
 
 
 def _state(pid: int) -> str:
@@ -36,6 +37,13 @@ def alive(pid: int) -> bool:
 def asleep(pid: int) -> bool:
     """Whether its first thread waits, and not for a processor."""
     return _state(pid) == "S"
+
+
+def come_to_rest(*pids: int) -> bool:
+    """Waits until their first threads sleep, for longer than between two operations."""
+    return wait_until(
+        lambda: all(all(map(asleep, pids)) for _ in range(5) if time.sleep(0.01) is None)
+    )
 
 
 def wait_until(condition: Callable[[], bool], timeout: float = 120.0) -> bool:

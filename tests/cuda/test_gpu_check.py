@@ -283,6 +283,7 @@ def test_a_run_that_is_cut_leaves_its_results(
     patience = time.monotonic() + 60
     while not (started := sleepers() - before) and time.monotonic() < patience:
         time.sleep(0.05)
+    assert started
     process.send_signal(number)
     said = process.communicate(timeout=300)[0]
     found = statuses(stages(tmp_path))

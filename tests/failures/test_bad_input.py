@@ -541,10 +541,10 @@ def test_killed_before_the_group_is_whole(pool: Pool, world: MakeWorld) -> None:
     call = pool.start(killed_while_joining, world(0), path, limit, ranks=2, fresh=True)
     call.heard(0), call.heard(1)
     if over_sockets:
-        assert wait_until(lambda: b"/rank/1" in Path(path).read_bytes())
+        assert wait_until(lambda: os.path.exists(path) and b"/rank/1" in Path(path).read_bytes())
     else:
         assert wait_until(lambda: has_accepted(call.workers[0].pid))
-    time.sleep(0.5)  # its first words are read by then
+        time.sleep(0.5)  # nothing shows from outside that its first words are read
     killed = call.signal(1, signal.SIGKILL)
     survivor = call.outcomes()[0]
     if over_sockets:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from browser import CHROMIUM, evaluate
 from conftest import MakeWorld
 from pool import Pool, Rank, on_ranks, run_ranks
-from processes import asleep, free_port, wait_until
+from processes import come_to_rest, free_port, wait_until
 from ranks import pids_of_ranks
 
 import ringreduce
@@ -51,7 +51,7 @@ def test_the_counts_are_those_of_the_records(rank: Rank) -> None:
     pids = pids_of_ranks()
     dist.barrier()
     if rank.rank == 2:
-        assert wait_until(lambda: asleep(pids[0]) and asleep(pids[1]))
+        assert come_to_rest(pids[0], pids[1])
         time.sleep(0.2)
     dist.all_reduce(ones)
     (status,) = statuses(metrics.text())
@@ -95,7 +95,7 @@ def test_ranks_in_metrics_are_global_ones(rank: Rank) -> None:
     if rank.rank != 0:
         dist.all_reduce(torch.ones(1), group=group)
         if rank.rank == 2:
-            assert wait_until(lambda: asleep(pids[1]))
+            assert come_to_rest(pids[1])
             time.sleep(0.1)
         dist.all_reduce(torch.ones(1), group=group)
     (status,) = statuses(metrics.text())
@@ -133,7 +133,7 @@ def test_scalars_of_each_step(rank: Rank) -> None:
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
             if rank.rank == 1 and step == 2:
-                assert wait_until(lambda: asleep(pids[0]))
+                assert come_to_rest(pids[0])
                 time.sleep(0.1)
             dist.all_reduce(parameter.grad)
         optimizer.step()

@@ -89,8 +89,8 @@ def test_ringreduce_gives_the_bits_of_gloo(
 
 
 def test_outer_steps_in_small(train: Callable[..., Records]) -> None:
-    size = ("--layers", "1", "--width", "32", "--steps", "8", "--sync-every", "3")
-    first, second = train("train_diloco.py", *size)
+    size = ("--layers", "1", "--width", "32", "--steps", "8", "--ddp-steps", "2")
+    first, second = train("train_diloco.py", *size, "--sync-every", "3", "--fragments", "2")
     for way in ("DDP", "DiLoCo"):
         assert first[way]["weights_hash"] == second[way]["weights_hash"]
     assert first["DDP"]["weights_hash"] != first["DiLoCo"]["weights_hash"]

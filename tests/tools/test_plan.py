@@ -553,6 +553,18 @@ def test_bad_input_gets_one_line(
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [["--codec", "int5"], ["--codec", "topk:0.02+int2"], ["--curve", "a.svg"], ["--overlap", "1"]],
+    ids=" ".join,
+)
+def test_bad_input_is_told_before_constants_are_asked_for(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*arguments, "-c", str(tmp_path / "none.json")]) == 2
+    assert "there are no constants" not in capsys.readouterr().err
+
+
 def test_outer_steps_cost_a_round_in_many() -> None:
     alone = step.described(1e8, 4, 1.0, 0.0)
     few = Model(shared={2: {kind: [(KIB, 1e-5), (MIB, 1e-3)] for kind in model.KINDS}})

@@ -302,7 +302,8 @@ def _interval(low: float, high: float) -> str:
 
 
 def _check_arguments(options: argparse.Namespace) -> None:
-    """Refuses what cannot be predicted, whatever the constants."""
+    """Refuses what cannot be predicted, whatever the constants; fills in the codec."""
+    _counts(options.ranks or "2")
     _rounds(options)
     if options.sync_every is not None and (options.model is None or options.curve):
         raise ValueError("--sync-every is for a table of steps: --model gpt:7B, and no --curve")
