@@ -3,6 +3,7 @@ several GPUs of one rank, functional collectives, and processes that leave witho
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import textwrap
@@ -21,7 +22,10 @@ from pool import Rank, run_ranks
 def held() -> tuple[int, int, list[str]]:
     gc.collect()
     torch.cuda.empty_cache()
-    threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    threads = []
+    for path in Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            threads.append(path.read_text().strip())
     return (
         torch.cuda.mem_get_info()[0],
         len(os.listdir("/proc/self/fd")),

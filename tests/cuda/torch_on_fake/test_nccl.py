@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
 import time
@@ -241,10 +242,11 @@ def sleeps_of_watchers() -> dict[str, int]:
     """How often the threads that watch this process's GPU calls have gone to sleep."""
     sleeps: Counter[str] = Counter()
     for task in Path("/proc/self/task").iterdir():
-        name = (task / "comm").read_text().strip()
-        if name in ("ringreduce-gpu", "ringreduce-nccl"):
-            status = (task / "status").read_text()
-            sleeps[name] += int(status.partition("voluntary_ctxt_switches:")[2].split()[0])
+        with contextlib.suppress(OSError):  # another thread, which ended meanwhile
+            name = (task / "comm").read_text().strip()
+            if name in ("ringreduce-gpu", "ringreduce-nccl"):
+                status = (task / "status").read_text()
+                sleeps[name] += int(status.partition("voluntary_ctxt_switches:")[2].split()[0])
     return sleeps
 
 
