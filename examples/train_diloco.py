@@ -142,7 +142,7 @@ def main() -> None:
         parser.error("--ddp-steps is at least 0, and less than --steps")
     by_time = args.sync_seconds is not None and "DiLoCo" in args.ways
     if by_time and args.steps - args.ddp_steps < args.sync_every:
-        parser.error("--sync-seconds needs a round: --steps of at least --sync-every more")
+        parser.error("with --sync-seconds, --sync-every steps or more must come after --ddp-steps")
 
     torch.set_num_threads(1)  # ranks share the cores of one host
     dist.init_process_group("ringreduce")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def free_port() -> int:
-    """A port that nobody listens at now, below those that the system gives to whoever asks."""
+    """A free port of the loopback, below those that the system gives out by itself if it can be."""
     low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     for _ in range(1000):
         port = 10_000 + secrets.randbelow(max(low, 20_000) - 10_000)
@@ -41,9 +41,15 @@ def asleep(pid: int) -> bool:
 
 def come_to_rest(*pids: int) -> bool:
     """Waits until their first threads sleep, for longer than between two operations."""
-    return wait_until(
-        lambda: all(all(map(asleep, pids)) for _ in range(5) if time.sleep(0.01) is None)
-    )
+
+    def rest() -> bool:
+        for _ in range(5):
+            if not all(map(asleep, pids)):
+                return False
+            time.sleep(0.01)
+        return True
+
+    return wait_until(rest)
 
 
 def wait_until(condition: Callable[[], bool], timeout: float = 120.0) -> bool:

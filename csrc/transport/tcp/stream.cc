@@ -467,7 +467,7 @@ int ConnectionCount::look(const Sample& sample, bool busy) {
   if (wanted_ == most_ || sample.bbr) return wanted_;
   if (settled_) {
     // Losses shrink windows only after a while, and then the first measurements have said too much.
-    // More than help do no harm there.
+    // Connections that do not help do no harm on a long path.
     if (isLongPath() && !paced_ && lost > 0 && rate_ < kWell * before_)
       wanted_ = std::min(2 * wanted_, most_);
     return wanted_;

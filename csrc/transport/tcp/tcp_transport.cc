@@ -130,8 +130,7 @@ struct TcpTransport::State {
   WaitGuard& guard;
   const TcpOptions options;
   Patience patience;
-  uint64_t line_rate =
-      0;  // bytes a second that the line carries at least for this rank; 0: not known
+  uint64_t line_rate = 0;  // bytes a second that the line carries at least; 0: not known
   net::Pool pool;
   const std::unique_ptr<Neighbours> neighbours;  // null: there are none
   Fd epoll, wakeup;                              // the neighbours' doorbell wakes up too
