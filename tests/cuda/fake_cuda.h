@@ -39,6 +39,9 @@ struct Machine {
 };
 Machine& machine();
 
+// How often `bar1_is_full` has refused this process a descriptor's memory.
+int mapsRefused();
+
 // Which of the machine's GPUs the calling thread's process sees, in its own order; all if not
 // called.
 void see(const std::vector<int>& gpus);

@@ -189,8 +189,10 @@ CUresult memSetAccess(CUdeviceptr place, size_t bytes, const CUmemAccessDesc* ac
         continue;
       }
       if (!reaches(gpuOf(access[i].location.id), range.gpu)) return CUDA_ERROR_INVALID_DEVICE;
-      if (machine().bar1_is_full && gpuOf(access[i].location.id) != range.gpu)
+      if (machine().bar1_is_full && gpuOf(access[i].location.id) != range.gpu) {
+        ++w.maps_refused;
         return CUDA_ERROR_OUT_OF_MEMORY;
+      }
       range.access.insert(access[i].location.id);
     }
     w.reveal(base, range);

@@ -341,6 +341,11 @@ bool World::mayTouch(int ordinal, const void* pointer, size_t bytes) {
   return false;
 }
 
+int mapsRefused() {
+  const std::lock_guard lock(world().mutex);
+  return world().maps_refused;
+}
+
 std::string leftovers() {
   World& w = world();
   const std::lock_guard lock(w.mutex);

@@ -126,6 +126,7 @@ struct World {
   std::set<CUstream> streams;
   std::map<std::pair<ino_t, int>, int> bound;  // descriptors of memory, by object and GPU
   int working = 0;                             // kernels and copies that run
+  int maps_refused = 0;
   bool hidden = true;                          // nobody can touch GPU memory
   Clock::time_point hidden_at = {};
 

@@ -249,16 +249,20 @@ void awaitMapped(const SegmentBoard& board, Place place) {
 
 TEST(memory_that_a_rank_cannot_map_is_not_used_and_no_error) {
   withBoards(As::kProcesses, [](Group& group, SegmentBoard& board, int device) {
+    const int before = fake::mapsRefused();  // in tests before this one
     fake::machine().bar1_is_full = group.rank() == 2;  // of this process
+    group.run({Barrier{}});
     std::shared_ptr<void> memory = own(device), later = own(device);
     const Place refused = board.find(memory.get(), 1);
     Expandable pieces(device, 2);
     pieces.map(0, 2);
     const auto areFound = [&] { return board.isMapped(board.find(pieces.at(0), pieces.kPiece)); };
     CHECK(!areFound());
+    // Rank 2 refuses memory and a piece of rank 1.  On its own GPU, which rank 0 has too, there is
+    // no window.
+    if (group.rank() == 2)
+      ranks::await("they are refused", [&] { return fake::mapsRefused() == before + 2; });
     group.run({Barrier{}});
-    ranks::sleepMs(50);
-    // On the same GPU there is no window.
     CHECK(!board.isMapped(refused) || device == 0);
     CHECK(!areFound() || device == 0);
     fake::machine().bar1_is_full = false;
@@ -301,6 +305,7 @@ TEST(a_rank_whose_cuda_has_failed_ends_no_thread_and_no_other_rank) {
     CHECK(place.segment != 0);
     ranks::sleepMs(50);
     CHECK(!board.isMapped(place));
+    group.run({Barrier{}});  // a healed rank would map what another has not looked at yet
     fake::heal();
   });
 }
