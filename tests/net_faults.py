@@ -38,10 +38,14 @@ MOST_LEAVING = 6.0  # seconds that leaving a group may take that has ended
 
 @dataclass
 class Ended:
-    """How long after the fault the last survivor raised, if any did; or what is wrong."""
+    """How long after the fault the last survivor raised, if any did; or what is wrong.
+
+    `calls`: how many had a right result, by rank and call.
+    """
 
     wrong: list[str] = field(default_factory=list)
     latest: float | None = None
+    calls: int = 0
 
 
 def strike(plan: Plan, hosts: Hosts, call: Call) -> tuple[float, set[int]]:
@@ -83,6 +87,7 @@ def look(plan: Plan, outcome: Outcome, struck: float, ends: set[int], slack: flo
         ended.wrong.append(f"{outcome}\n{getattr(outcome, 'stack', '')}")
         return ended
     left: Left = outcome.value
+    ended.calls = left.calls
     if left.leaving > MOST_LEAVING + slack:
         ended.wrong.append(f"rank {rank} took {left.leaving:.1f} s to leave")
     if left.raised is None:
@@ -115,7 +120,7 @@ def judge(
     if not wrong and raised != survivors and (raised or plan.fatal):
         wrong.append(f"only {sorted(raised)} of {sorted(survivors)} raised")
     times = [ended.latest for ended in every if ended.latest is not None]
-    return Ended(wrong, max(times, default=None))
+    return Ended(wrong, max(times, default=None), sum(ended.calls for ended in every))
 
 
 def run(pool: Pool, plan: Plan, slack: float = SLACK) -> Ended:
@@ -159,7 +164,7 @@ def some_runs(seeds: Sequence[int], kind: str, slack: float) -> int:
             verdict = "FAILED" if ended.wrong else "right"
             print(
                 f"seed {seed}: {plan.kind}, {plan.hosts} hosts of {plan.per_host}{raised}: "
-                f"{verdict} ({time.monotonic() - start:.1f} s)",
+                f"{verdict} ({ended.calls} calls, {time.monotonic() - start:.1f} s)",
                 flush=True,
             )
             for wrong in ended.wrong:
@@ -217,10 +222,11 @@ def main() -> int:
             print(line, end="", flush=True)
             lines.append(line)
     right = sum(": right (" in line for line in lines)
+    calls = sum(int(n) for line in lines for n in re.findall(r"\((\d+) calls, ", line))
     print(
         f"\n{summary(lines)}\n{right} of {args.runs} runs right, seeds from {args.seed}, ", end=""
     )
-    print(f"{time.monotonic() - start:.0f} s")
+    print(f"{calls:,} results of ranks right, {time.monotonic() - start:.0f} s")
     return 0 if right == args.runs else 1
 
 

@@ -7,9 +7,11 @@ rank 0 is told to end.  A rank that raises says what, when, and how long it took
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import random
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +19,16 @@ import torch
 import torch.distributed as dist
 from ranks import Raised, Rank, describe
 
-CALLS = ("all_reduce", "all_reduce", "broadcast", "all_gather", "send", "barrier")
+CALLS = (
+    "all_reduce",
+    "all_reduce",
+    "reduce_scatter",
+    "broadcast",
+    "all_gather",
+    "all_to_all",
+    "send",
+    "barrier",
+)
 DTYPES = (torch.float32, torch.int64, torch.bfloat16)
 BETWEEN_LOOKS = 6  # calls from one of rank 0's decisions to go on to the next
 
@@ -39,7 +50,7 @@ class Slow:
 class Left:
     """How a rank came out of it: `raised`, or all its calls were right."""
 
-    calls: int
+    calls: int  # whose results were right
     raised: Raised | None
     leaving: float  # seconds that leaving the group took
 
@@ -104,6 +115,21 @@ def call(me: Rank, number: int, draw: random.Random, largest: int) -> None:
         dist.all_gather(gathered, mine)
         for rank in range(world):
             check(gathered[rank], values(size, dtype, rank, number), what)
+    elif name == "reduce_scatter":
+        every = sum(values(size * world, dtype, r, number) for r in range(world))
+        assert isinstance(every, torch.Tensor)
+        part = torch.empty(size, dtype=dtype)
+        dist.reduce_scatter_tensor(part, values(size * world, dtype, me.rank, number))
+        check(part, every.view(world, size)[me.rank], what)
+    elif name == "all_to_all":
+        given, got = (
+            values(size * world, dtype, me.rank, number),
+            torch.empty(size * world, dtype=dtype),
+        )
+        dist.all_to_all_single(got, given)
+        for rank in range(world):
+            theirs = values(size * world, dtype, rank, number).view(world, size)
+            check(got.view(world, size)[rank], theirs[me.rank], what)
     elif name == "send":
         source, got = (me.rank - it.step) % world, torch.empty(size, dtype=dtype)
         works = [dist.isend(mine, (me.rank + it.step) % world), dist.irecv(got, source)]
@@ -114,20 +140,22 @@ def call(me: Rank, number: int, draw: random.Random, largest: int) -> None:
         dist.barrier()
 
 
-def calls_until_told(me: Rank, draw: random.Random, largest: int, slow: Slow | None) -> int:
-    number = 0
-    while True:
-        number += 1
+def calls_until_told(
+    me: Rank, draw: random.Random, largest: int, slow: Slow | None
+) -> Iterator[int]:
+    """The number of each call, from 1, once its result was right."""
+    for number in itertools.count(1):
         if slow and (me.rank, number) == (slow.rank, slow.call):
             ctypes.PyDLL(None).usleep(int(slow.seconds * 1e6))  # PyDLL: without letting the GIL go
         call(me, number, draw, largest)
+        yield number
         if number % BETWEEN_LOOKS == 0:
             more = torch.tensor([not me.conn.poll(0)])
             dist.broadcast(more, 0)
             if number == BETWEEN_LOOKS:
                 me.tell("flowing")
             if not more.item():
-                return number
+                return
 
 
 def last_calls(me: Rank, draw: random.Random, largest: int, leaver: int) -> None:
@@ -158,7 +186,8 @@ def program(me: Rank, seed: int, largest: int, slow: Slow | None, leaver: int) -
     draw = calls_of(seed)
     done, raised = 0, None
     try:
-        done = calls_until_told(me, draw, largest, slow)
+        for done in calls_until_told(me, draw, largest, slow):  # noqa: B007
+            pass
         if leaver >= 0:
             last_calls(me, draw, largest, leaver)
         elif draw.random() < 0.5:

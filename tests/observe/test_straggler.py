@@ -409,7 +409,7 @@ def test_ranks_whose_host_has_no_core_for_them_are_not_named() -> None:
 
 
 def trained(me: Rank, late: int, at: tuple[int, int], hook: bool) -> tuple[str, list[str]]:
-    """Trains, late once; returns the summary, and who was named with the step and bucket."""
+    """Trains, late once; returns the summary, and who came 1.25 s late or later, with the step."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.3)
@@ -431,16 +431,16 @@ def trained(me: Rank, late: int, at: tuple[int, int], hook: bool) -> tuple[str, 
             ddp(x).square().mean().backward()
             optimizer.step()
         begun = ringreduce.records()[0].step
-        named = [f"{x.rank} {x.record.step - begun}" for x in sd.late + sd._judge.starved]
-    return sd.summary(), named
+        # What a busy machine adds is less.
+        found = [x for x in sd.late + sd._judge.starved if x.late_ms > 1250]
+    return sd.summary(), [f"{x.rank} {x.record.step - begun}" for x in found]
 
 
 @pytest.mark.parametrize("stock", ["ringreduce", "gloo"])
 def test_a_rank_that_is_late_in_training_is_named(pool: Pool, stock: str) -> None:
     call = pool.start(trained, World(3, stock), 1, (50, 2), stock == "gloo")
     for summary, named in call.results():
-        assert "1 50" in named, summary
-        assert set(named) <= {"1 50"} or "waited for a core" in summary, (named, summary)
+        assert set(named) == {"1 50"}, summary
     assert re.search(r"rank 1 came .* late to all_reduce", call.log(0)) or "core" in summary
 
 
