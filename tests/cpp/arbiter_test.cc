@@ -270,8 +270,8 @@ TEST(a_rank_that_is_lost_ends_a_wait_for_another) {
   auto ready = [&] { return come; };
   arbiter.idle(Ready(ready));
   one.mirrors->onDeparture(1, Declared::kGone);  // it may have left after this operation
-  one.mirrors->onPeersLost({2}, Observed::kEnded, "its process ended");
   const Nanos heard = now();
+  one.mirrors->onPeersLost({2}, Observed::kEnded, "its process ended");
   const auto wait = [&] {
     for (const Nanos end = heard + 10 * kSecond; now() < end;) arbiter.idle(Ready(ready));
   };

@@ -247,7 +247,7 @@ TEST(who_does_not_come_is_named_at_the_deadline) {
                                while (!group.failed()) std::this_thread::yield();
                                return;
                              }
-                             group.setTimeout(500 * kMillisecond);
+                             group.setTimeout(1500 * kMillisecond);
                              CHECK(failureOf([&] { group.run({some(data)}); }, "rank 2 (pid ") ==
                                    Failure::kTimeout);
                            }),

@@ -252,10 +252,10 @@ TEST(who_does_not_take_part_is_named_at_the_deadline) {
           return;
         }
         CHECK(failureOf([&] { exchangeFds(group, -1, "words"); },
-                        "did not take part within 0.3 s while ranks exchanged descriptors of "
+                        "did not take part within 2 s while ranks exchanged descriptors of "
                         "words") == Failure::kTimeout);
       },
-      {.name = "test", .timeout = 300 * kMillisecond});
+      {.name = "test", .timeout = 2 * kSecond});
 }
 
 TEST(who_has_left_is_lost) {
@@ -266,17 +266,21 @@ TEST(who_has_left_is_lost) {
 }
 
 TEST(ctrl_c_ends_the_exchange_for_all) {
-  static thread_local Nanos pressed = kNever;
+  static thread_local bool is_rank_0 = false;
+  static std::atomic<bool> pressed;
+  pressed = false;
   struct CtrlC {};
   GroupOptions options{.name = "test"};
   options.interrupt = [] {
-    if (now() > pressed) throw CtrlC();
+    if (is_rank_0 && pressed) throw CtrlC();
   };
   ranks::inGroup(
       3,
       [](Group& group) {
         if (group.rank() == 2) {
           comeAsFarAsTheSockets(group);
+          sleepMs(100);  // by now the others wait for this rank
+          pressed = true;
           waitForFailure(group);
           return;
         }
@@ -286,7 +290,7 @@ TEST(ctrl_c_ends_the_exchange_for_all) {
           return;
         }
         bool thrown = false;
-        pressed = now() + 200 * kMillisecond;
+        is_rank_0 = true;
         try {
           exchangeFds(group, -1, "words");
         } catch (const CtrlC&) {

@@ -163,7 +163,11 @@ TEST(exec_is_only_said_of_a_process_that_goes_on) {
     const auto pidfd = std::make_shared<Fd>(static_cast<int>(syscall(SYS_pidfd_open, child, 0)));
     CHECK(*pidfd);
     const ProcessFds process{.pidfd = pidfd, .pipe = closed};
-    sleepMs(200);
+    if (is_ending)  // until its first thread has ended, it looks like the other one
+      ranks::await("its first thread has ended",
+                   [&] { return howEnded(process) == kProcessEndedOrReplaced; });
+    else
+      sleepMs(200);
     CHECK(ended({process})[0] && !hasExited(process));
     CHECK_EQ(howEnded(process), is_ending ? kProcessEndedOrReplaced : kProcessReplaced);
     ::kill(child, SIGKILL);

@@ -198,7 +198,7 @@ TEST(a_rank_that_cannot_take_part_tells_all_ranks) {
 
 TEST(the_ranks_of_a_large_group_meet) {
   ranks::MemoryStore store;
-  GroupOptions options = patience(kSecond);
+  GroupOptions options = patience(2 * kSecond);
   for (int r = 0; r < 5000; ++r) options.global_ranks.push_back(100'000 + 2 * r);
   ranks::inThreads(3, [&](int r) {  // the others never come
     CHECK(failureOf([&] { rendezvous(store, r, 5000, options, [](const Hosts&) { return ""; }); },
@@ -289,8 +289,8 @@ TEST(a_rank_that_does_not_come_is_named_by_all) {
   ranks::MemoryStore store;
   ranks::inThreads(4, [&](int r) {
     if (r == 1 || r == 3) return;
-    CHECK(failureOf([&] { met(store, r, 4, 300 * kMillisecond); },
-                    "ranks 1 and 3 of 4 did not join within 0.3 s, making group 'test'") ==
+    CHECK(failureOf([&] { met(store, r, 4, 1500 * kMillisecond); },
+                    "ranks 1 and 3 of 4 did not join within 1.5 s, making group 'test'") ==
           Failure::kTimeout);
   });
   // No rank tells the others if rank 0 is missing.

@@ -48,7 +48,7 @@ TEST(a_silent_address_takes_its_share_only) {
   const Other silent;
   Endpoint endpoint{{hole, silent.listener.addresses[0], group.acceptor->endpoint().addresses[0]}};
   DialOptions options;
-  options.timeout = 900 * kMillisecond;
+  options.timeout = 1800 * kMillisecond;
   CHECK(dial(endpoint, callerOf(group.word), group.secret, options, "rank 1"));
   endpoint.addresses.pop_back();
   options.timeout = 300 * kMillisecond;

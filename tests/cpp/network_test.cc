@@ -8,6 +8,7 @@
 #include <atomic>
 #include <csignal>
 #include <filesystem>
+#include <fstream>
 #include <set>
 #include <stdexcept>
 #include <string>
@@ -57,6 +58,15 @@ std::vector<processes::Ends> onHostsAtOnce(size_t count, const std::string& lett
 
 processes::Ends onHosts(const std::string& letters, const std::function<void(int, Store&)>& body) {
   return onHostsAtOnce(1, letters, [&](size_t, int r, Store& store) { body(r, store); })[0];
+}
+
+void awaitStopped(pid_t pid) {
+  ranks::await("it is stopped", [pid] {
+    std::ifstream stat("/proc/" + std::to_string(pid) + "/stat");
+    std::string number, name;
+    char state = 0;
+    return stat >> number >> name >> state && state == 'T';
+  });
 }
 
 // This process's connections.
@@ -214,7 +224,7 @@ TEST(a_rank_that_is_stopped_while_a_group_is_made_is_named_by_all) {
     CHECK(failureOf(
               [&] {
                 Group::create(r == c.victim ? static_cast<Store&>(stopping) : store, r, 4,
-                              {.name = "test", .timeout = kSecond});
+                              {.name = "test", .timeout = 3 * kSecond});
               },
               "rank " + std::to_string(c.victim) + " ") == Failure::kTimeout);
     if (r != c.victim && ++ended[i] == 3) kill(pids[i], SIGCONT);
@@ -235,7 +245,7 @@ TEST(a_rank_leaves_within_its_timeout_beside_a_stopped_one) {
       raise(SIGSTOP);
       return;
     }
-    sleepMs(200);
+    awaitStopped(pid);  // or it would be told to go on before it stops
     group.setTimeout(kSecond);
     const Nanos began = monotonicNow();
     group.shutdown();
@@ -351,50 +361,46 @@ TEST(ranks_of_a_host_that_cannot_share_memory_use_sockets) {
 
 TEST(nobody_waits_for_messages_of_a_group_that_has_failed) {
   auto& pids = shared<std::atomic<pid_t>[2]>();
-  overSockets(
-      2,
-      [&](Group& group) {
-        pids[group.rank()] = getpid();
-        group.run({Barrier{}});
-        if (group.rank() == 1) {
-          raise(SIGSTOP);
-          return;
-        }
-        sleepMs(100);
-        // A rank that is stopped lets nobody in.
-        messages::send(group, 1, 0, letter(0, 0, 100));
-        CHECK(failureOf([&] { messages::receive(group, 1, 0, 100); }) == Failure::kTimeout);
-        const Nanos began = now();
-        group.shutdown();
-        const Nanos took = now() - began;
-        kill(pids[1], SIGCONT);
-        CHECK(took < 20 * kSecond);
-      },
-      kSecond);
+  overSockets(2, [&](Group& group) {
+    pids[group.rank()] = getpid();
+    group.run({Barrier{}});
+    if (group.rank() == 1) {
+      raise(SIGSTOP);
+      return;
+    }
+    awaitStopped(pids[1]);
+    group.setTimeout(kSecond);
+    // A rank that is stopped lets nobody in.
+    messages::send(group, 1, 0, letter(0, 0, 100));
+    CHECK(failureOf([&] { messages::receive(group, 1, 0, 100); }) == Failure::kTimeout);
+    const Nanos began = now();
+    group.shutdown();
+    const Nanos took = now() - began;
+    kill(pids[1], SIGCONT);
+    CHECK(took < 20 * kSecond);
+  });
 }
 
 TEST(who_was_stopped_itself_blames_nobody_for_being_late) {
   auto& stopped = shared<std::atomic<pid_t>>();
-  overSockets(
-      2,
-      [&](Group& group) {
-        float x = 0;
-        if (group.rank() == 0) {
-          while (stopped == 0) sleepMs(1);
-          kill(stopped, SIGSTOP);
-          CHECK(failureOf([&] { group.run({Broadcast{&x, 1, DType::kFloat32, 1}}); }, "rank 1 ") ==
-                Failure::kTimeout);
-          sleepMs(500);
-          kill(stopped, SIGCONT);
-          return;
-        }
-        Letter data(8);
-        const auto delivery = messages::post(group, Message::Direction::kReceive, 0, 0, data);
-        stopped = getpid();
-        CHECK(failureOf([&] { messages::waitFor(group, delivery); },
-                        "noticed by rank 0, learned by rank 1") == Failure::kTimeout);
-      },
-      2 * kSecond);
+  overSockets(2, [&](Group& group) {
+    group.setTimeout(2 * kSecond);
+    float x = 0;
+    if (group.rank() == 0) {
+      while (stopped == 0) sleepMs(1);
+      kill(stopped, SIGSTOP);
+      CHECK(failureOf([&] { group.run({Broadcast{&x, 1, DType::kFloat32, 1}}); }, "rank 1 ") ==
+            Failure::kTimeout);
+      sleepMs(500);
+      kill(stopped, SIGCONT);
+      return;
+    }
+    Letter data(8);
+    const auto delivery = messages::post(group, Message::Direction::kReceive, 0, 0, data);
+    stopped = getpid();
+    CHECK(failureOf([&] { messages::waitFor(group, delivery); },
+                    "noticed by rank 0, learned by rank 1") == Failure::kTimeout);
+  });
 }
 
 TEST(what_cannot_be_read_of_one_ranks_settings_is_told_to_all) {
@@ -471,11 +477,14 @@ TEST(why_no_group_is_made_is_known_to_all_before_the_store_goes) {
       {"RINGREDUCE_LOG", {"", "", ""}, "(no such answer)", 0},
       {"RINGREDUCE_LOG", {"", "", ""}, "(no such answer)", 1}};
   auto& gone = shared<std::atomic<bool>[9]>();
+  auto& here = shared<std::atomic<int>[9]>();
   const auto groups = onHostsAtOnce(cases.size(), "abc", [&](size_t i, int r, Store& store) {
     const Case& c = cases[i];
     const ranks::Setting setting(c.name, c.values[static_cast<size_t>(r)]);
     Passing passing(store, gone[i], std::vector{0, 20, 100}[static_cast<size_t>(r)],
                     r == c.fails ? "/failed" : "");
+    // Rank 0 does not wait long, and on a busy machine processes take their time to begin.
+    for (++here[i]; here[i] < 3;) sleepMs(1);
     try {
       Group::create(passing, r, 3, {.name = "test", .timeout = 30 * kSecond});
     } catch (...) {

@@ -346,7 +346,8 @@ TEST(a_forked_child_has_one_of_its_own_and_leaves_the_parents_alone) {
       own->run([&] { ran = true; });
       if (!ran) wrong |= 4;
       own.reset();
-      if (reactorThreads() != 0) std::this_thread::sleep_for(std::chrono::milliseconds(100));
+      for (int i = 0; i < 100 && reactorThreads() != 0; ++i)
+        std::this_thread::sleep_for(std::chrono::milliseconds(100));
       if (reactorThreads() != 0) wrong |= 8;
     }
     _exit(wrong);

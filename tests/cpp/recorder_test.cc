@@ -364,19 +364,23 @@ TEST(queued_operations_and_messages_have_records) {
 }
 
 TEST(a_message_that_comes_late_is_put_on_its_sender_and_passed_on) {
+  std::atomic<bool> is_awaited = false;
   ranks::inGroup(2, [&](Group& group) {
     float data = 1;
     while (ranks::overSockets() && !group.epoch()->arbiter->clock().isKnown())
       std::this_thread::yield();
     group.run({Barrier{}});
     if (group.rank() == 0) {
+      while (!is_awaited) std::this_thread::yield();
       std::this_thread::sleep_for(std::chrono::milliseconds(100));
       group.await(*group.post({Message::Direction::kSend, 1, 0, &data, 1, DType::kFloat32}),
                   kNever);
       return;
     }
-    group.await(*group.post({Message::Direction::kReceive, 0, 0, &data, 1, DType::kFloat32}),
-                kNever);
+    const auto received =
+        group.post({Message::Direction::kReceive, 0, 0, &data, 1, DType::kFloat32});
+    is_awaited = true;
+    group.await(*received, kNever);
     const OpRecord record = group.messages().since(0).back();
     CHECK_EQ(record.known, uint32_t{2});
     CHECK_EQ(record.latest[0].rank, 0);

@@ -106,9 +106,12 @@ TEST(operations_that_end_are_waited_for) {
     for (int i = 0; i < 3; ++i) {
       rank.done = false;
       rank.start(100);
-      CHECK(!rank.watchdog.wait(i == 0 ? 1500 * kMillisecond : 0));
-      const StreamProgress other = rank.group.epoch()->peers().streamsOf(1 - rank.group.rank());
-      CHECK(i > 0 || (other.announced >= 1 && other.oldest.count == 100 && other.begun));
+      const auto isKnown = [&] {
+        const StreamProgress other = rank.group.epoch()->peers().streamsOf(1 - rank.group.rank());
+        return other.announced >= 1 && other.oldest.count == 100 && other.begun;
+      };
+      if (i == 0) ranks::await("the other's progress is known", isKnown);
+      CHECK(!rank.watchdog.wait(i == 0 ? kSoon : 0));
       rank.group.run({Barrier{}});
       rank.done = true;
       CHECK(rank.watchdog.wait(20 * kSecond));
@@ -121,13 +124,18 @@ TEST(operations_that_end_are_waited_for) {
 
 TEST(a_timeout_names_who_did_not_come) {
   std::atomic<int> told{0};
+  std::atomic<bool> rank_2_is_here{false};
   inRanks(4, [&](Rank& rank) {
     const bool absent = rank.group.rank() % 2 == 1;
     while (absent && told < 2) sleepFor(kMillisecond);
     if (absent) {
       CHECK(failureOf([&] { rank.start(100); }, "did not arrive") == Failure::kTimeout);
     } else {
-      rank.start(100, 6 * kSoon);
+      // Rank 0 would name rank 2 too if that one had not come in time.
+      if (rank.group.rank() == 0)
+        ranks::await("rank 2 is here", [&] { return rank_2_is_here.load(); });
+      rank.start(100, rank.group.rank() == 0 ? 6 * kSoon : 20 * kSecond);
+      if (rank.group.rank() == 2) rank_2_is_here = true;
       CHECK(rank.ends("ranks 1 and 3 (pid ") == Failure::kTimeout);
       ++told;
       CHECK(rank.ends(") did not arrive: GPU all_reduce #0 (float32, 100 elements, SUM) timed out "
@@ -140,7 +148,9 @@ TEST(a_timeout_names_who_did_not_come) {
 
 TEST(who_has_other_work_before_it_is_behind) {
   inRanks(2, [](Rank& rank) {
+    if (rank.group.rank() == 0) rank.meet();  // the other comes first
     rank.start(100, 8 * kSoon, rank.group.rank() == 0);
+    if (rank.group.rank() == 1) rank.meet();
     CHECK(rank.ends("came, but with other work in its stream before it") == Failure::kTimeout);
     CHECK(rank.ends("rank 1 (pid") == Failure::kTimeout);
   });
@@ -148,9 +158,14 @@ TEST(who_has_other_work_before_it_is_behind) {
 
 TEST(time_counts_from_when_the_stream_has_come_and_nobody_is_blamed_then) {
   inRanks(3, [](Rank& rank) {
-    rank.start(100, kSoon, false);
-    CHECK(!rank.watchdog.wait(8 * kSoon));
-    rank.begun = true;
+    // Of the others' streams, which have come, none is late by its own clock.
+    const bool comes_late = rank.group.rank() == 0;
+    rank.start(100, comes_late ? kSoon : 20 * kSecond, !comes_late);
+    rank.meet();
+    if (comes_late) {
+      CHECK(!rank.watchdog.wait(8 * kSoon));
+      rank.begun = true;
+    }
     CHECK(rank.ends("all ranks came") == Failure::kTimeout);
   });
 }
@@ -240,8 +255,11 @@ TEST(killed_and_stopped_processes_are_named) {
         [&](Group& group) {
           Rank rank(group);
           const std::vector<pid_t> pids = gatherEach(group, getpid());
-          rank.start(100, doomed == 1 ? 20 * kSecond : kSecond);
+          // The one whose time is over soon comes last, or it would name another one.
+          const bool is_hasty = doomed == 2 && group.rank() == 0;
+          if (!is_hasty) rank.start(100);
           group.run({Barrier{}});
+          if (is_hasty) rank.start(100, kSecond);
           if (group.rank() == doomed) raise(doomed == 1 ? SIGKILL : SIGSTOP);
           const std::string error = rank.error();
           CHECK(error.starts_with("rank " + std::to_string(doomed) + " (pid "));

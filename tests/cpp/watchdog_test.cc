@@ -267,16 +267,21 @@ TEST(settling_ends_when_the_group_fails_at_the_end_of_an_operation) {
 }
 
 TEST(a_rank_that_does_not_call_is_named) {
+  std::atomic<bool> has_called = false;
   ranks::inGroup(
       3,
-      [](Group& group) {
+      [&](Group& group) {
         auto data = filled(2000, group.rank(), 0);
         Rank rank(group);
         if (group.rank() == 1) {
           while (!group.failed()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
           return;
         }
-        rank.allReduce(data.data(), data.size(), 300 * kMillisecond, ReduceOp::kSum, bucket);
+        // Rank 0 would name rank 2 too if that one had not called in time.
+        if (group.rank() == 0) ranks::await("rank 2 has called", [&] { return has_called.load(); });
+        const Nanos timeout = group.rank() == 0 ? 300 * kMillisecond : kLong;
+        rank.allReduce(data.data(), data.size(), timeout, ReduceOp::kSum, bucket);
+        if (group.rank() == 2) has_called = true;
         CHECK(ranks::failureOf([&] { rank.watchdog().wait(kLong); }, "rank 1") ==
               Failure::kTimeout);
         CHECK(ranks::failureOf([&] { rank.watchdog().check(); }, " (DDP bucket 2)") ==
@@ -635,7 +640,15 @@ TEST(a_stopped_process_is_named) {
                                                    .op = static_cast<uint8_t>(ReduceOp::kSum)});
                          raise(SIGSTOP);
                        }
-                       rank.allReduce(data.data(), data.size(), kSecond);
+                       // It would name those too that had not called in time.
+                       const auto haveCalled = [&] {
+                         for (int r = 1; r < 4; ++r)
+                           if (rank.state(r).announced.observe() == 0) return false;
+                         return true;
+                       };
+                       if (group.rank() == 0) ranks::await("the others have called", haveCalled);
+                       rank.allReduce(data.data(), data.size(),
+                                      group.rank() == 0 ? kSecond : kLong);
                        CHECK(ranks::failureOf([&] { rank.watchdog().wait(kLong); }, "rank 1 (") ==
                              Failure::kTimeout);
                        CHECK(ranks::failureOf([&] { rank.watchdog().check(); }, "stood still") ==

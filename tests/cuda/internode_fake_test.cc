@@ -256,6 +256,16 @@ GpuAllReduce sumOf(std::vector<float>& data) {
           .op = ReduceOp::kSum};
 }
 
+// What each rank calls, so that others know whether it has.
+using Called = std::array<std::atomic<InterNodeCommunicator*>, 4>;
+
+void awaitCall(const Called& by, int r) {
+  ranks::await("a rank has called", [&] {
+    InterNodeCommunicator* const one = by[static_cast<size_t>(r)];
+    return one && !one->records(0).empty();
+  });
+}
+
 // To its end.
 void sum(Rank& rank, std::vector<float>& data, Nanos timeout = 0) {
   GpuAllReduce call = sumOf(data);
@@ -376,12 +386,18 @@ TEST(calls_on_another_stream_are_held_back) {
 TEST(a_rank_that_does_not_come_is_named_by_all) {
   for (const std::string hosts : {"abc", "aabb"}) {
     std::atomic<int> told{0};
+    Called called{};
     onHosts(hosts, [&](Rank& rank) {
       std::vector<float> data(1000, 1);
+      called[static_cast<size_t>(rank.rank)] = &rank.communicator;
+      // Rank 0 would name others too that had not called in time.
+      for (const int r : {1, 3})
+        if (rank.rank == 0 && r < rank.size) awaitCall(called, r);
+      const Nanos timeout = rank.rank == 0 ? 600 * kMillisecond : 0;
       // It comes late: most often it has heard, and then puts nothing into its stream.
       while (rank.rank == 2 && told < rank.size - 1)
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
-      const auto failure = failureOf([&] { sum(rank, data, 600 * kMillisecond); }, "rank 2 (pid ");
+      const auto failure = failureOf([&] { sum(rank, data, timeout); }, "rank 2 (pid ");
       ++told;
       CHECK(failure == Failure::kTimeout);
       CHECK(isPoisoned(data) || (rank.rank == 2 && data[0] == 1));
@@ -405,11 +421,15 @@ TEST(an_error_of_nccls_is_told_with_what_is_known) {
 }
 
 TEST(an_abort_ends_all_ranks_wherever_they_wait) {
-  for (const std::string hosts : {"abc", "aabb"})
+  for (const std::string hosts : {"abc", "aabb"}) {
+    Called called{};
     onHosts(hosts, [&](Rank& rank) {
       std::vector<float> data(1000, 1);
       const std::string words = "rank 1 (pid";
+      called[static_cast<size_t>(rank.rank)] = &rank.communicator;
       if (rank.rank == 1) {
+        for (int r = 0; r < rank.size; ++r)
+          if (r != 1) awaitCall(called, r);
         std::this_thread::sleep_for(std::chrono::milliseconds(300));  // the others are waiting
         rank.communicator.abort("enough");
       } else {
@@ -419,6 +439,7 @@ TEST(an_abort_ends_all_ranks_wherever_they_wait) {
       CHECK(failureOf([&] { rank.communicator.check(); }, "aborted group 'test': enough") ==
             Failure::kAborted);
     });
+  }
 }
 
 TEST(a_kernel_that_gives_up_inside_a_host_poisons_the_whole_output) {
