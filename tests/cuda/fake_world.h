@@ -127,7 +127,7 @@ struct World {
   std::map<std::pair<ino_t, int>, int> bound;  // descriptors of memory, by object and GPU
   int working = 0;                             // kernels and copies that run
   int maps_refused = 0;
-  bool hidden = true;                          // nobody can touch GPU memory
+  bool hidden = true;  // nobody can touch GPU memory
   Clock::time_point hidden_at = {};
 
   // The range that contains it, or null.

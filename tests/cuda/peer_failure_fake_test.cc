@@ -249,7 +249,7 @@ void awaitMapped(const SegmentBoard& board, Place place) {
 
 TEST(memory_that_a_rank_cannot_map_is_not_used_and_no_error) {
   withBoards(As::kProcesses, [](Group& group, SegmentBoard& board, int device) {
-    const int before = fake::mapsRefused();  // in tests before this one
+    const int before = fake::mapsRefused();            // in tests before this one
     fake::machine().bar1_is_full = group.rank() == 2;  // of this process
     group.run({Barrier{}});
     std::shared_ptr<void> memory = own(device), later = own(device);
