@@ -43,8 +43,10 @@ def bytes_sent() -> int:
 def make_diloco(
     args: argparse.Namespace, model: torch.nn.Module, optimizer: torch.optim.Optimizer
 ) -> ringreduce.DiLoCo:
-    is_sparse = args.codec.startswith("topk")  # SparseLoCo: averages are taken as they are
-    lr = (1.0 if is_sparse else 0.7) if args.outer_lr is None else args.outer_lr
+    is_sparse = args.codec.startswith("topk")  # SparseLoCo
+    # The average divides an element by all ranks, but mostly only one of them has sent it.
+    rate = dist.get_world_size() if is_sparse else 0.7
+    lr = rate if args.outer_lr is None else args.outer_lr
     momentum = (0.0 if is_sparse else 0.9) if args.outer_momentum is None else args.outer_momentum
     outer = functools.partial(torch.optim.SGD, lr=lr, momentum=momentum, nesterov=momentum > 0)
     return ringreduce.DiLoCo(
@@ -125,7 +127,7 @@ def main() -> None:
     parser.add_argument("--half-speed", type=int, metavar="RANK", help="it takes twice the time")
     parser.add_argument("--sync-every", type=int, default=30)
     parser.add_argument("--sync-seconds", type=float, help="so many rounds, but by time")
-    parser.add_argument("--outer-lr", type=float, help="(0.7, of a sparse codec 1)")
+    parser.add_argument("--outer-lr", type=float, help="(0.7, of a sparse codec: the ranks)")
     parser.add_argument("--outer-momentum", type=float, help="(0.9, of a sparse codec 0)")
     parser.add_argument("--codec", default="int4", help='int8, ..., or "topk:0.02+int2" (int4)')
     parser.add_argument("--fragments", type=int, default=1)
