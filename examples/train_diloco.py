@@ -44,7 +44,7 @@ def make_diloco(
     args: argparse.Namespace, model: torch.nn.Module, optimizer: torch.optim.Optimizer
 ) -> ringreduce.DiLoCo:
     is_sparse = args.codec.startswith("topk")  # SparseLoCo
-    # The average divides an element by all ranks, but mostly only one of them has sent it.
+    # The average divides each element by all ranks, but most elements come from one rank alone.
     rate = dist.get_world_size() if is_sparse else 0.7
     lr = rate if args.outer_lr is None else args.outer_lr
     momentum = (0.0 if is_sparse else 0.9) if args.outer_momentum is None else args.outer_momentum
@@ -127,7 +127,9 @@ def main() -> None:
     parser.add_argument("--half-speed", type=int, metavar="RANK", help="it takes twice the time")
     parser.add_argument("--sync-every", type=int, default=30)
     parser.add_argument("--sync-seconds", type=float, help="so many rounds, but by time")
-    parser.add_argument("--outer-lr", type=float, help="(0.7, of a sparse codec: the ranks)")
+    parser.add_argument(
+        "--outer-lr", type=float, help="(0.7; of a sparse codec the number of ranks)"
+    )
     parser.add_argument("--outer-momentum", type=float, help="(0.9, of a sparse codec 0)")
     parser.add_argument("--codec", default="int4", help='int8, ..., or "topk:0.02+int2" (int4)')
     parser.add_argument("--fragments", type=int, default=1)

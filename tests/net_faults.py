@@ -40,7 +40,7 @@ MOST_LEAVING = 6.0  # seconds that leaving a group may take that has ended
 class Ended:
     """How long after the fault the last survivor raised, if any did; or what is wrong.
 
-    `calls`: how many had a right result, by rank and call.
+    `calls`: how many ended right, summed over the ranks that could tell.
     """
 
     wrong: list[str] = field(default_factory=list)
@@ -226,7 +226,7 @@ def main() -> int:
     print(
         f"\n{summary(lines)}\n{right} of {args.runs} runs right, seeds from {args.seed}, ", end=""
     )
-    print(f"{calls:,} results of ranks right, {time.monotonic() - start:.0f} s")
+    print(f"{calls:,} calls of ranks right, {time.monotonic() - start:.0f} s")
     return 0 if right == args.runs else 1
 
 

@@ -50,7 +50,7 @@ class Slow:
 class Left:
     """How a rank came out of it: `raised`, or all its calls were right."""
 
-    calls: int  # whose results were right
+    calls: int  # that ended, with right results where they have any
     raised: Raised | None
     leaving: float  # seconds that leaving the group took
 
@@ -58,6 +58,11 @@ class Left:
 def values(size: int, dtype: torch.dtype, rank: int, call: int) -> torch.Tensor:
     """What a rank brings to a call: small whole numbers, whose sums are exact in every type."""
     return ((torch.arange(size) * 7 + rank * 5 + call) % 23).to(dtype)
+
+
+def total(size: int, dtype: torch.dtype, world: int, call: int) -> torch.Tensor:
+    """The sum of what all ranks bring."""
+    return torch.stack([values(size, dtype, r, call) for r in range(world)]).sum(0, dtype=dtype)
 
 
 def check(got: torch.Tensor, expected: torch.Tensor, what: str) -> None:
@@ -103,10 +108,8 @@ def call(me: Rank, number: int, draw: random.Random, largest: int) -> None:
     what = f"call {number}, {name} of {size} x {dtype} on rank {me.rank}"
     mine = values(size, dtype, me.rank, number)
     if name == "all_reduce":
-        every = sum(values(size, dtype, r, number) for r in range(world))
-        assert isinstance(every, torch.Tensor)
         dist.all_reduce(mine)
-        check(mine, every, what)
+        check(mine, total(size, dtype, world, number), what)
     elif name == "broadcast":
         dist.broadcast(mine, one)
         check(mine, values(size, dtype, one, number), what)
@@ -116,16 +119,13 @@ def call(me: Rank, number: int, draw: random.Random, largest: int) -> None:
         for rank in range(world):
             check(gathered[rank], values(size, dtype, rank, number), what)
     elif name == "reduce_scatter":
-        every = sum(values(size * world, dtype, r, number) for r in range(world))
-        assert isinstance(every, torch.Tensor)
+        every = total(size * world, dtype, world, number)
         part = torch.empty(size, dtype=dtype)
         dist.reduce_scatter_tensor(part, values(size * world, dtype, me.rank, number))
         check(part, every.view(world, size)[me.rank], what)
     elif name == "all_to_all":
-        given, got = (
-            values(size * world, dtype, me.rank, number),
-            torch.empty(size * world, dtype=dtype),
-        )
+        given = values(size * world, dtype, me.rank, number)
+        got = torch.empty_like(given)
         dist.all_to_all_single(got, given)
         for rank in range(world):
             theirs = values(size * world, dtype, rank, number).view(world, size)

@@ -225,12 +225,12 @@ TEST(every_collective_has_a_deadline_and_misses_who_left) {
         if (group.rank() == 2 && leaves) return;
         if (group.rank() == 2) waitForFailure(group);
         Room room;
-        // A broadcast does not need it.  It stays behind the others then, however slow they are.
+        // A broadcast from rank 0 ends without rank 2, which is behind the others then.
         if (group.rank() != 2 && !leaves) {
           group.run({Broadcast{room.out.data(), 1, DType::kUInt8, 0}});
           ahead.wait();
         }
-        // Of a monitored barrier all are named that are late.
+        // A monitored barrier names all ranks that are late, so it gets more time.
         const Nanos timeout =
             (kind == Kind::kMonitoredBarrier && !leaves ? 1500 : 250) * kMillisecond;
         const auto twice = [&] {  // in some, a rank need not wait for this very one

@@ -246,7 +246,7 @@ TEST(two_cuts_part_the_ring_and_each_side_names_the_other) {
       sleepFor(50'000);
       ranks.cut(3, 5);
     } else {
-      Reactor::shared()->run([&] {  // nobody notices one of them before the other
+      Reactor::shared()->run([&] {  // no rank notices one cut before the other
         ranks.cut(2, 4);
         ranks.cut(3, 5);
       });

@@ -279,7 +279,7 @@ TEST(ctrl_c_ends_the_exchange_for_all) {
       [](Group& group) {
         if (group.rank() == 2) {
           comeAsFarAsTheSockets(group);
-          sleepMs(100);  // by now the others wait for this rank
+          sleepMs(100);  // most likely the others wait for this rank by now
           pressed = true;
           waitForFailure(group);
           return;

@@ -163,7 +163,7 @@ TEST(exec_is_only_said_of_a_process_that_goes_on) {
     const auto pidfd = std::make_shared<Fd>(static_cast<int>(syscall(SYS_pidfd_open, child, 0)));
     CHECK(*pidfd);
     const ProcessFds process{.pidfd = pidfd, .pipe = closed};
-    if (is_ending)  // until its first thread has ended, it looks like the other one
+    if (is_ending)  // as long as its first thread runs, it looks like the other process
       ranks::await("its first thread has ended",
                    [&] { return howEnded(process) == kProcessEndedOrReplaced; });
     else

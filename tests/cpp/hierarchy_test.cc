@@ -339,7 +339,7 @@ TEST(who_dies_in_its_host_is_named_by_all) {
       {0, all_reduce}, {3, all_reduce}, {1, all_gather}, {2, reduce_scatter}};
   for (const auto& [doomed, call] : cases) {
     const auto ends = onHosts("aabb", hierarchical(), [&](Group& group) {
-      group.run({Barrier{}});  // a rank that dies now would fail others that are still in create()
+      group.run({Barrier{}});  // else a rank that dies could fail those in create()
       std::thread killer;
       if (group.rank() == doomed)
         killer = std::thread([] {

@@ -245,7 +245,7 @@ TEST(a_rank_leaves_within_its_timeout_beside_a_stopped_one) {
       raise(SIGSTOP);
       return;
     }
-    awaitStopped(pid);  // or it would be told to go on before it stops
+    awaitStopped(pid);  // else SIGCONT could come before SIGSTOP
     group.setTimeout(kSecond);
     const Nanos began = monotonicNow();
     group.shutdown();
@@ -483,7 +483,7 @@ TEST(why_no_group_is_made_is_known_to_all_before_the_store_goes) {
     const ranks::Setting setting(c.name, c.values[static_cast<size_t>(r)]);
     Passing passing(store, gone[i], std::vector{0, 20, 100}[static_cast<size_t>(r)],
                     r == c.fails ? "/failed" : "");
-    // Rank 0 does not wait long, and on a busy machine processes take their time to begin.
+    // All begin together, since rank 0 waits only briefly for the others to read its error.
     for (++here[i]; here[i] < 3;) sleepMs(1);
     try {
       Group::create(passing, r, 3, {.name = "test", .timeout = 30 * kSecond});

@@ -371,7 +371,7 @@ TEST(a_message_that_comes_late_is_put_on_its_sender_and_passed_on) {
       std::this_thread::yield();
     group.run({Barrier{}});
     if (group.rank() == 0) {
-      while (!is_awaited) std::this_thread::yield();
+      ranks::await("rank 1 waits", [&] { return is_awaited.load(); });
       std::this_thread::sleep_for(std::chrono::milliseconds(100));
       group.await(*group.post({Message::Direction::kSend, 1, 0, &data, 1, DType::kFloat32}),
                   kNever);

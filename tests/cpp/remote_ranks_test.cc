@@ -75,25 +75,22 @@ struct Rank {
 void inRanks(int size, const std::function<void(Rank&)>& body,
              const GroupOptions& options = named()) {
   const ranks::Setting wire("RINGREDUCE_WIRE", "tcp");
-  std::atomic<int> here{0}, met{0}, over{0};
+  ranks::MeetingPoint here(size), met(size), over(size);
   std::vector<std::string> errors(static_cast<size_t>(size));
   ranks::inGroup(
       size,
       [&](Group& group) {
         Rank rank(group);
-        const auto await = [&](std::atomic<int>& count) {
-          for (++count; count < size;) sleepFor(kMillisecond);
-        };
-        rank.meet = [&] { await(met); };
-        await(here);
+        rank.meet = [&] { met.wait(); };
+        here.wait();
         try {
           body(rank);
           errors[static_cast<size_t>(group.rank())] = rank.error();
         } catch (...) {
-          await(over);
+          over.wait();
           throw;
         }
-        await(over);  // a rank that leaves early would be reported
+        over.wait();  // a rank that leaves early would be reported
       },
       options);
   for (const std::string& error : errors) CHECK_EQ(error, errors[0]);
@@ -127,11 +124,11 @@ TEST(a_timeout_names_who_did_not_come) {
   std::atomic<bool> rank_2_is_here{false};
   inRanks(4, [&](Rank& rank) {
     const bool absent = rank.group.rank() % 2 == 1;
-    while (absent && told < 2) sleepFor(kMillisecond);
+    if (absent) ranks::await("the others have told", [&] { return told == 2; });
     if (absent) {
       CHECK(failureOf([&] { rank.start(100); }, "did not arrive") == Failure::kTimeout);
     } else {
-      // Rank 0 would name rank 2 too if that one had not come in time.
+      // If rank 2 had not come, rank 0 would name it too.
       if (rank.group.rank() == 0)
         ranks::await("rank 2 is here", [&] { return rank_2_is_here.load(); });
       rank.start(100, rank.group.rank() == 0 ? 6 * kSoon : 20 * kSecond);
@@ -158,7 +155,8 @@ TEST(who_has_other_work_before_it_is_behind) {
 
 TEST(time_counts_from_when_the_stream_has_come_and_nobody_is_blamed_then) {
   inRanks(3, [](Rank& rank) {
-    // Of the others' streams, which have come, none is late by its own clock.
+    // The streams of the others have come.  Their timeouts are long, so only rank 0's clock can end
+    // the wait.
     const bool comes_late = rank.group.rank() == 0;
     rank.start(100, comes_late ? kSoon : 20 * kSecond, !comes_late);
     rank.meet();
@@ -255,7 +253,8 @@ TEST(killed_and_stopped_processes_are_named) {
         [&](Group& group) {
           Rank rank(group);
           const std::vector<pid_t> pids = gatherEach(group, getpid());
-          // The one whose time is over soon comes last, or it would name another one.
+          // Rank 0, whose timeout is short, starts last.  Else it could name one that has not
+          // started.
           const bool is_hasty = doomed == 2 && group.rank() == 0;
           if (!is_hasty) rank.start(100);
           group.run({Barrier{}});

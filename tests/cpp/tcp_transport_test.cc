@@ -295,7 +295,7 @@ TEST(an_operation_that_no_rank_would_announce_is_not_believed) {
 }
 
 TEST(who_does_not_send_is_named) {
-  ranks::MeetingPoint sent(3);  // or a rank that is slow to send would be named
+  ranks::MeetingPoint sent(3);  // else a slow rank could be named
   const auto kind = ranks::failureOf(
       [&] {
         overTcp(
@@ -306,7 +306,7 @@ TEST(who_does_not_send_is_named) {
                 const int next = (me.rank() + 1) % 3, previous = (me.rank() + 2) % 3;
                 transport.expect(previous, &byte, 1);
                 if (me.rank() != 1) transport.send(next, &byte, 1);
-                transport.finish();
+                transport.finish();  // of TCP it only waits until all is sent
                 sent.wait();
                 transport.peek(previous);
                 transport.release(previous);

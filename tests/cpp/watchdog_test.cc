@@ -277,7 +277,7 @@ TEST(a_rank_that_does_not_call_is_named) {
           while (!group.failed()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
           return;
         }
-        // Rank 0 would name rank 2 too if that one had not called in time.
+        // If rank 2 had not called, rank 0 would name it too.
         if (group.rank() == 0) ranks::await("rank 2 has called", [&] { return has_called.load(); });
         const Nanos timeout = group.rank() == 0 ? 300 * kMillisecond : kLong;
         rank.allReduce(data.data(), data.size(), timeout, ReduceOp::kSum, bucket);
@@ -640,7 +640,7 @@ TEST(a_stopped_process_is_named) {
                                                    .op = static_cast<uint8_t>(ReduceOp::kSum)});
                          raise(SIGSTOP);
                        }
-                       // It would name those too that had not called in time.
+                       // Rank 0 would name all that had not called.
                        const auto haveCalled = [&] {
                          for (int r = 1; r < 4; ++r)
                            if (rank.state(r).announced.observe() == 0) return false;

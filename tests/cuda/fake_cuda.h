@@ -39,7 +39,7 @@ struct Machine {
 };
 Machine& machine();
 
-// How often `bar1_is_full` has refused this process a descriptor's memory.
+// How many mappings `bar1_is_full` has refused in this process.
 int mapsRefused();
 
 // Which of the machine's GPUs the calling thread's process sees, in its own order; all if not

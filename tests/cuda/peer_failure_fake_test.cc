@@ -258,8 +258,8 @@ TEST(memory_that_a_rank_cannot_map_is_not_used_and_no_error) {
     pieces.map(0, 2);
     const auto areFound = [&] { return board.isMapped(board.find(pieces.at(0), pieces.kPiece)); };
     CHECK(!areFound());
-    // Rank 2 refuses memory and a piece of rank 1.  On its own GPU, which rank 0 has too, there is
-    // no window.
+    // Rank 2 refuses the memory of rank 1 and its piece.  It shares its GPU with rank 0, whose
+    // memory needs no window.
     if (group.rank() == 2)
       ranks::await("they are refused", [&] { return fake::mapsRefused() == before + 2; });
     group.run({Barrier{}});
@@ -305,7 +305,7 @@ TEST(a_rank_whose_cuda_has_failed_ends_no_thread_and_no_other_rank) {
     CHECK(place.segment != 0);
     ranks::sleepMs(50);
     CHECK(!board.isMapped(place));
-    group.run({Barrier{}});  // a healed rank would map what another has not looked at yet
+    group.run({Barrier{}});  // else a rank that is healed first could map it before the check
     fake::heal();
   });
 }

@@ -26,7 +26,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ringreduce
 from ringreduce import _C
-from ringreduce.observe.late import Arrival, Cause, CpuPressure, Judge, Lines, Seen, Wait, of_root
+from ringreduce.observe.late import (
+    Arrival,
+    Cause,
+    CpuPressure,
+    Judge,
+    Late,
+    Lines,
+    Seen,
+    Wait,
+    of_root,
+)
 from ringreduce.observe.record import UNKNOWN, Record
 
 MS = 1_000_000
@@ -408,8 +418,11 @@ def test_ranks_whose_host_has_no_core_for_them_are_not_named() -> None:
 # ---- real groups
 
 
-def trained(me: Rank, late: int, at: tuple[int, int], hook: bool) -> tuple[str, list[str]]:
-    """Trains, late once; returns the summary, and who came 1.25 s late or later, with the step."""
+def trained(me: Rank, late: int, at: tuple[int, int], hook: bool) -> tuple[str, set[str], set[str]]:
+    """Trains, late once; returns the summary and who was late, with the step.
+
+    The third are those that are blamed for more than 0.5 s; a busy machine causes less.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.3)
@@ -431,16 +444,20 @@ def trained(me: Rank, late: int, at: tuple[int, int], hook: bool) -> tuple[str, 
             ddp(x).square().mean().backward()
             optimizer.step()
         begun = ringreduce.records()[0].step
-        # What a busy machine adds is less.
-        found = [x for x in sd.late + sd._judge.starved if x.late_ms > 1250]
-    return sd.summary(), [f"{x.rank} {x.record.step - begun}" for x in found]
+
+    def shown(found: list[Late]) -> set[str]:
+        return {f"{x.rank} {x.record.step - begun}" for x in found}
+
+    blamed = [x for x in sd.late if x.late_ms > 500]
+    return sd.summary(), shown(sd.late + sd._judge.starved), shown(blamed)
 
 
 @pytest.mark.parametrize("stock", ["ringreduce", "gloo"])
 def test_a_rank_that_is_late_in_training_is_named(pool: Pool, stock: str) -> None:
     call = pool.start(trained, World(3, stock), 1, (50, 2), stock == "gloo")
-    for summary, named in call.results():
-        assert set(named) == {"1 50"}, summary
+    for summary, late, blamed in call.results():
+        assert "1 50" in late, summary
+        assert blamed <= {"1 50"}, summary
     assert re.search(r"rank 1 came .* late to all_reduce", call.log(0)) or "core" in summary
 
 
