@@ -29,6 +29,7 @@ from train_gpt import BATCH, GPT, held_out_loss, load_text, random_batch, rate_f
 
 import ringreduce
 from ringreduce.core.backend import backend_of, extension
+from ringreduce.sparse import share_of
 
 
 def bytes_sent() -> int:
@@ -43,9 +44,11 @@ def bytes_sent() -> int:
 def make_diloco(
     args: argparse.Namespace, model: torch.nn.Module, optimizer: torch.optim.Optimizer
 ) -> ringreduce.DiLoCo:
-    is_sparse = args.codec.startswith("topk")  # SparseLoCo
-    # The average divides each element by all ranks, but most elements come from one rank alone.
-    rate = dist.get_world_size() if is_sparse else 0.7
+    share = share_of(args.codec)
+    is_sparse = share is not None  # SparseLoCo
+    # The average divides each element by all ranks, but only some have sent it.  This is all ranks
+    # over those that sent it, on average, if each chose its share independently.
+    rate = 0.7 if share is None else (1 - (1 - share) ** dist.get_world_size()) / share
     lr = rate if args.outer_lr is None else args.outer_lr
     momentum = (0.0 if is_sparse else 0.9) if args.outer_momentum is None else args.outer_momentum
     outer = functools.partial(torch.optim.SGD, lr=lr, momentum=momentum, nesterov=momentum > 0)
@@ -128,7 +131,7 @@ def main() -> None:
     parser.add_argument("--sync-every", type=int, default=30)
     parser.add_argument("--sync-seconds", type=float, help="so many rounds, but by time")
     parser.add_argument(
-        "--outer-lr", type=float, help="(0.7; of a sparse codec the number of ranks)"
+        "--outer-lr", type=float, help="(0.7; of a sparse codec all ranks over senders)"
     )
     parser.add_argument("--outer-momentum", type=float, help="(0.9, of a sparse codec 0)")
     parser.add_argument("--codec", default="int4", help='int8, ..., or "topk:0.02+int2" (int4)')
