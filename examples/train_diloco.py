@@ -46,11 +46,16 @@ def make_diloco(
 ) -> ringreduce.DiLoCo:
     share = share_of(args.codec)
     is_sparse = share is not None  # SparseLoCo
-    # The average divides each element by all ranks, but only some have sent it.  This is all ranks
-    # over those that sent it, on average, if each chose its share independently.
-    rate = 0.7 if share is None else (1 - (1 - share) ** dist.get_world_size()) / share
-    lr = rate if args.outer_lr is None else args.outer_lr
     momentum = (0.0 if is_sparse else 0.9) if args.outer_momentum is None else args.outer_momentum
+    if share is None:
+        rate = 0.7
+    elif momentum:
+        rate = 1.0  # with a higher one training diverges
+    else:
+        # The average divides each element by all ranks, but only some have sent it.  This is all
+        # ranks over those that sent it, on average, if each chose its share independently.
+        rate = (1 - (1 - share) ** dist.get_world_size()) / share
+    lr = rate if args.outer_lr is None else args.outer_lr
     outer = functools.partial(torch.optim.SGD, lr=lr, momentum=momentum, nesterov=momentum > 0)
     return ringreduce.DiLoCo(
         model, optimizer, sync_every=args.sync_every, sync_seconds=args.sync_seconds,
@@ -131,7 +136,7 @@ def main() -> None:
     parser.add_argument("--sync-every", type=int, default=30)
     parser.add_argument("--sync-seconds", type=float, help="so many rounds, but by time")
     parser.add_argument(
-        "--outer-lr", type=float, help="(0.7; of a sparse codec all ranks over senders)"
+        "--outer-lr", type=float, help="(0.7; of a sparse codec (1 - (1 - share)^ranks) / share)"
     )
     parser.add_argument("--outer-momentum", type=float, help="(0.9, of a sparse codec 0)")
     parser.add_argument("--codec", default="int4", help='int8, ..., or "topk:0.02+int2" (int4)')
@@ -153,6 +158,9 @@ def main() -> None:
 
     torch.set_num_threads(1)  # ranks share the cores of one host
     dist.init_process_group("ringreduce")
+    if "DiLoCo" in args.ways:  # bad arguments are refused before the first run
+        gpt = GPT(args.layers, args.width)
+        make_diloco(args, gpt, torch.optim.AdamW(gpt.parameters()))
     texts = load_text()
     runs = {way: train(args, way, texts) for way in args.ways}
     given = {"batch": args.batch, "sync_every": args.sync_every, "ddp_steps": args.ddp_steps}
