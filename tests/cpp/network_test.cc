@@ -484,7 +484,8 @@ TEST(why_no_group_is_made_is_known_to_all_before_the_store_goes) {
     Passing passing(store, gone[i], std::vector{0, 20, 100}[static_cast<size_t>(r)],
                     r == c.fails ? "/failed" : "");
     // All begin together, since rank 0 waits only briefly for the others to read its error.
-    for (++here[i]; here[i] < 3;) sleepMs(1);
+    ++here[i];
+    ranks::await("all ranks have begun", [&] { return here[i] == 3; });
     try {
       Group::create(passing, r, 3, {.name = "test", .timeout = 30 * kSecond});
     } catch (...) {
